@@ -1,0 +1,1 @@
+"""Rewrites a Graph for another layout and cluster and sweeps such rewrites into a ScalingCurve."""

@@ -1,0 +1,1 @@
+"""Turns a Graph and durations into a Timeline, its critical path and its breakdown."""

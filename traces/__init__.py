@@ -1,0 +1,1 @@
+"""Sample captures that ship, and the synthesizer that writes Kineto files for a described job."""

@@ -1,0 +1,1 @@
+"""Draws a Timeline or a ScalingCurve: Perfetto protobuf, HTML, plots, terminal text."""

@@ -1,0 +1,152 @@
+"""The tables that the commands print, from their JSON answers."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from scaletrace.view import terminal
+
+REPLAY: dict[str, Any] = {
+    "steps": [{"step": 10, "measured_ns": 31_234_567, "replayed_ns": 31_300_000, "error": 0.0021}],
+    "mean_abs_error": 0.0021,
+    "breakdown": {
+        "0": {
+            "compute_ns": 20,
+            "exposed_comm_ns": 10,
+            "overlapped_comm_ns": 5,
+            "memory_ns": 0,
+            "host_ns": 5,
+            "stall_ns": 0,
+            "idle_ns": 5,
+            "wall_ns": 40,
+        }
+    },
+    "collectives": [
+        {
+            "axis": "dp",
+            "kind": "all_reduce",
+            "group_size": 8,
+            "bytes": 2**26,
+            "count": 30,
+            "wait_ns": 10**7,
+            "transfer_ns": 10**8,
+            "busbw_Bps": 2.3e11,
+        }
+    ],
+    "stragglers": [{"rank": 3, "caused_wait_ns": 52_000_000}, {"rank": 0, "caused_wait_ns": 0}],
+    "critical_path": {
+        "length_ns": 31_300_000,
+        "share": {"compute": 0.6, "communication": 0.4},
+        "segments": [{"rank": 3, "lane": "stream 7", "name": "gemm", "kind": "kernel", "start_ns": 0, "dur_ns": 7000}],
+    },
+    "health": {"guessed": {"axes from strides": 3}, "notes": ["rank 2 is missing"]},
+}
+
+
+def printed(*parts: RenderableType, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    for part in parts:
+        console.print(part)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_headline_names_length_error_path_and_straggler() -> None:
+    """The first sentence answers how long, how close, what sets it and who is late."""
+    expected = (
+        "1 step of 31.2 ms on average; replayed within 0.21 %; the critical path is 60.0 % compute; "
+        "rank 3 made others wait 52 ms."
+    )
+
+    assert expected == terminal.replay_headline(REPLAY)
+
+
+def test_replay_prints_every_part_within_80_columns() -> None:
+    """All tables of the answer are there and no line is wider than a terminal."""
+    text = printed(*terminal.replay_tables(REPLAY))
+    expected = 80
+
+    assert expected >= max(len(line) for line in text.splitlines())
+    for word in ("31.3 ms", "all_reduce", "230 GB/s", "stream 7", "3 axes from strides", "rank 2 is missing"):
+        assert word in text
+
+
+def test_missing_parts_are_left_out_and_missing_values_are_dashes() -> None:
+    """A document without a part prints nothing for it, and None never prints as zero."""
+    text = printed(*terminal.replay_tables({"steps": [{"step": 1, "measured_ns": 5000, "replayed_ns": None}]}))
+
+    assert "Collectives" not in text
+    assert "   1     5 µs        –     –" in text
+
+
+def test_overlap_counts_as_a_part_only_where_the_parts_then_still_fit_the_wall() -> None:
+    """Overlapped communication hides under compute in one convention and is a part of the wall in the other."""
+    hidden = [key for key, *_ in terminal.drawn_parts({"compute_ns": 10, "overlapped_comm_ns": 4, "wall_ns": 10})]
+    part = [key for key, *_ in terminal.drawn_parts({"compute_ns": 6, "overlapped_comm_ns": 4, "wall_ns": 10})]
+    expected = [False, True]
+
+    assert expected == ["overlapped_comm_ns" in hidden, "overlapped_comm_ns" in part]
+
+
+def test_many_ranks_are_summarised() -> None:
+    """Of 500 ranks the first ones and the most exposed ones are shown, and the table says so."""
+    part = {"compute_ns": 5, "exposed_comm_ns": 5, "wall_ns": 10}
+    doc = {"breakdown": {str(rank): {**part, "exposed_comm_ns": rank} for rank in range(500)}}
+    text = printed(terminal.breakdown_table(doc))
+
+    assert "16 of 500 ranks shown" in text
+    assert " 499" in text
+
+
+def test_bar_widths_add_up() -> None:
+    """Rounding is carried from part to part, so a bar is exactly as wide as asked."""
+    expected = 20
+
+    assert expected == len(terminal.bar([(1, "red"), (1, "blue"), (1, "green")], 20))
+
+
+def test_sparkline_scales_and_leaves_gaps() -> None:
+    """The lowest value is the lowest block, the highest the full one, a missing one a space."""
+    expected = "▁▄ █"
+
+    assert expected == terminal.sparkline([1.0, 1.5, None, 2.0]).replace("▅", "▄")
+
+
+def test_markup_and_escapes_in_names_are_shown_as_text() -> None:
+    """A kernel called [red] or holding an escape sequence can't colour or move the terminal."""
+    segment = {"rank": 0, "lane": "a", "name": "[red]x[/red]\x1b[2J", "kind": "kernel", "dur_ns": 1}
+    text = printed(terminal.path_table({"critical_path": {"length_ns": 1, "segments": [segment]}}))
+
+    assert r"[red]x[/red]\x1b[2J" in text
+
+
+def test_curve_shows_band_knee_and_plot() -> None:
+    """A scaling curve prints its points, its knee and one line of plot."""
+    points = [
+        {
+            "gpus": gpus,
+            "layout": {"fsdp": gpus, "tp": 1},
+            "step_time_s": {"low": 0.09, "p50": 0.1 * factor, "high": 0.11},
+            "mfu": 0.4,
+            "exposed_comm_fraction": 0.1,
+            "dominant": "compute",
+            "provenance": "extrapolated",
+        }
+        for gpus, factor in ((8, 1.0), (64, 1.2), (512, 2.0))
+    ]
+    text = printed(terminal.curve_table({"points": points, "knee_gpus": 64, "comm_dominates_gpus": None}))
+
+    assert "Scaling bends at 64 GPUs; communication dominates at none of these sizes." in text
+    assert "±10 %" in text and "512 200 ms" in text
+    assert "step time  ▁▂█  100 ms to 200 ms" in text
+
+
+def test_layouts_are_a_column_only_where_a_size_has_several() -> None:
+    """Two layouts of one size need to be told apart."""
+    points = [{"gpus": 8, "layout": {"fsdp": 8}}, {"gpus": 8, "layout": {"tp": 8}}]
+
+    assert "fsdp=8" in printed(terminal.curve_table({"points": points}))
+    assert "layout" not in printed(terminal.curve_table({"points": points[:1]}))

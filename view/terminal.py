@@ -1,0 +1,303 @@
+"""Turns the JSON answers of the commands (replay, whatif, extrapolate) into Rich tables of at most 80 columns.
+
+Every function takes the document as a mapping and returns renderables; the caller prints. A part that a document
+lacks is left out, a value that is None prints as a dash. Names go through `clean` and into `Text`, never into markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scaletrace.view import units
+
+Document = Mapping[str, Any]
+
+PARTS = (
+    ("compute_ns", "compute", "green"),
+    ("exposed_comm_ns", "exposed comm", "red"),
+    ("overlapped_comm_ns", "overlapped comm", "blue"),
+    ("memory_ns", "copies", "cyan"),
+    ("host_ns", "host", "yellow"),
+    ("stall_ns", "stall", "magenta"),
+    ("idle_ns", "idle", "bright_black"),
+)
+"""Parts of a rank's step (docs/cli.md), in the order in which they are drawn. Overlapped communication hides under compute."""
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_MOST_ROWS = 16
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """One character a value, scaled between the smallest and the largest; a gap where a value is missing."""
+    known = [float(v) for v in values if v is not None and units.is_number(v)]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        _BLOCKS[round((float(v) - low) * scale)] if v is not None and units.is_number(v) else " " for v in values
+    )
+
+
+def _table(*columns: str, text_columns: int = 1) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        if index < text_columns:
+            table.add_column(column, justify="left", overflow="ellipsis", no_wrap=True)
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _row(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(cell) for cell in cells))
+
+
+def bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
+    """A stacked bar of `width` characters from (value, colour) pairs; rounding is carried on, so widths add up."""
+    total = sum(max(value, 0) for value, _ in parts)
+    out, done, drawn = Text(), 0.0, 0
+    for value, colour in parts:
+        done += max(value, 0)
+        upto = round(width * done / total) if total else 0
+        out.append("█" * (upto - drawn), style=colour)
+        drawn = upto
+    return out
+
+
+def replay_headline(doc: Document) -> str:
+    """One sentence: how long the step is, how close the replay is, and what sets it."""
+    steps = [s for s in doc.get("steps") or () if s.get("measured_ns")]
+    path = doc.get("critical_path") or {}
+    parts = []
+    if steps:
+        mean = sum(s["measured_ns"] for s in steps) / len(steps)
+        parts.append(f"{len(steps)} step{'s' * (len(steps) != 1)} of {units.duration(mean)} on average")
+    if doc.get("mean_abs_error") is not None:
+        parts.append(f"replayed within {units.percent(doc['mean_abs_error'])}")
+    share = {k: v for k, v in (path.get("share") or {}).items() if units.is_number(v)}
+    if share:
+        top = max(share, key=lambda k: share[k])
+        parts.append(f"the critical path is {units.percent(share[top])} {units.clean(top)}")
+    late = [s for s in doc.get("stragglers") or () if s.get("caused_wait_ns")]
+    if late:
+        worst = max(late, key=lambda s: s["caused_wait_ns"])
+        parts.append(f"rank {worst['rank']} made others wait {units.duration(worst['caused_wait_ns'])}")
+    return "; ".join(parts).capitalize() + "." if parts else "No complete step was found."
+
+
+def _titled(title: str, table: Table) -> Group:
+    """A title that may be wider than its table."""
+    return Group(Text(title, style="bold"), table)
+
+
+def steps_table(doc: Document) -> RenderableType:
+    table = _table("step", "measured", "replayed", "error", text_columns=0)
+    for step in doc.get("steps") or ():
+        _row(
+            table,
+            str(step.get("step", units.MISSING)),
+            units.duration(step.get("measured_ns")),
+            units.duration(step.get("replayed_ns")),
+            units.percent(step.get("error"), signed=True),
+        )
+    return _titled("Steps", table)
+
+
+def drawn_parts(part: Document) -> list[tuple[str, str, str, float]]:
+    """(key, label, colour, ns) of the parts that add up to `wall_ns`; overlapped communication only where it is one."""
+    with_overlap = sum(part.get(key) or 0 for key, _, _ in PARTS) <= (part.get("wall_ns") or 0)
+    return [
+        (key, label, colour, part.get(key) or 0)
+        for key, label, colour in PARTS
+        if with_overlap or key != "overlapped_comm_ns"
+    ]
+
+
+def _by_rank(item: tuple[str, Any]) -> tuple[int, str]:
+    return (int(item[0]), "") if str(item[0]).lstrip("-").isdigit() else (2**31, str(item[0]))
+
+
+def breakdown_table(doc: Document, width: int = 26) -> RenderableType:
+    """Parts of each rank's wall time as shares and a bar; of many ranks the first and the most exposed are shown."""
+    every = sorted((doc.get("breakdown") or {}).items(), key=_by_rank)
+    shown = every
+    if len(every) > _MOST_ROWS:
+        worst = sorted(every, key=lambda item: -(item[1].get("exposed_comm_ns") or 0))[: _MOST_ROWS // 2]
+        shown = sorted({str(k): (k, v) for k, v in every[: _MOST_ROWS // 2] + worst}.values(), key=_by_rank)
+    table = _table("rank", "wall", "comp", "expo", "host", "stall", "idle", "", text_columns=0)
+    table.columns[-1].justify = "left"
+    legend: dict[str, str] = {}
+    for rank, part in shown:
+        wall = part.get("wall_ns") or 0
+        cells = [units.clean(rank, 8), units.duration(wall)]
+        for key in ("compute_ns", "exposed_comm_ns", "host_ns", "stall_ns", "idle_ns"):
+            value = part.get(key)
+            cells.append(units.percent(value / wall) if wall and value is not None else units.MISSING)
+        drawn = drawn_parts(part)
+        legend.update({label: colour for _, label, colour, value in drawn if value})
+        table.add_row(*(Text(cell) for cell in cells), bar([(value, colour) for _, _, colour, value in drawn], width))
+    key = Text("  ")
+    for _, label, colour in PARTS:
+        if label in legend:
+            key.append("█ ", style=colour).append(f"{label}  ")
+    rest = [Text(f"  {len(shown)} of {len(every)} ranks shown")] if len(shown) < len(every) else []
+    return Group(_titled("Where time went", table), key, *rest)
+
+
+def collectives_table(doc: Document) -> RenderableType:
+    rows = sorted(doc.get("collectives") or (), key=lambda c: -((c.get("wait_ns") or 0) + (c.get("transfer_ns") or 0)))
+    title = "Collectives" if len(rows) <= _MOST_ROWS else f"Collectives (the {_MOST_ROWS} longest of {len(rows)})"
+    table = _table("axis", "kind", "ranks", "bytes", "count", "wait", "transfer", "bus bw", text_columns=2)
+    for item in rows[:_MOST_ROWS]:
+        _row(
+            table,
+            units.clean(item.get("axis") or "?", 8),
+            units.shorten(item.get("kind") or "?", 16),
+            units.number(item.get("group_size")),
+            units.size(item.get("bytes")),
+            units.number(item.get("count")),
+            units.duration(item.get("wait_ns")),
+            units.duration(item.get("transfer_ns")),
+            units.rate(item.get("busbw_Bps")),
+        )
+    return _titled(title, table)
+
+
+def stragglers_table(doc: Document) -> RenderableType:
+    table = _table("rank", "caused wait", text_columns=0)
+    rows = sorted(doc.get("stragglers") or (), key=lambda s: -(s.get("caused_wait_ns") or 0))
+    for item in rows[:8]:
+        _row(table, str(item.get("rank", units.MISSING)), units.duration(item.get("caused_wait_ns")))
+    return _titled("Who made others wait", table)
+
+
+def path_table(doc: Document, most: int = 10) -> RenderableType:
+    """Shares of the critical path and its longest segments."""
+    path = doc.get("critical_path") or {}
+    segments = path.get("segments") or ()
+    shares = ", ".join(f"{units.clean(k, 20)} {units.percent(v)}" for k, v in (path.get("share") or {}).items())
+    length = path.get("length_ns")
+    title = f"Critical path: {units.duration(length)}" + (f" ({shares})" if shares else "")
+    table = _table("rank", "lane", "name", "kind", "time", text_columns=4)
+    for segment in sorted(segments, key=lambda s: -(s.get("dur_ns") or 0))[:most]:
+        _row(
+            table,
+            str(segment.get("rank", units.MISSING)),
+            units.shorten(segment.get("lane") or "", 12),
+            units.shorten(segment.get("name") or "", 34),
+            units.shorten(segment.get("kind") or "", 14),
+            units.duration(segment.get("dur_ns")),
+        )
+    return _titled(title, table)
+
+
+def health_lines(doc: Document) -> list[Text]:
+    """What was repaired, clipped, dropped, guessed or unmatched, a line each; nothing for a clean result."""
+    health = doc.get("health") or {}
+    lines = []
+    for kind in ("repaired", "clipped", "dropped", "guessed", "unmatched"):
+        counts = health.get(kind) or {}
+        if isinstance(counts, Mapping) and counts:
+            what = ", ".join(f"{units.number(n)} {units.clean(reason, 200)}" for reason, n in sorted(counts.items()))
+            lines.append(Text(f"{kind}: {what}", style="yellow"))
+    return lines + [Text(f"note: {units.clean(note, 400)}", style="yellow") for note in health.get("notes") or ()]
+
+
+def replay_tables(doc: Document) -> list[RenderableType]:
+    """Everything that `scaletrace replay` prints, from its JSON answer."""
+    out: list[RenderableType] = [Text(replay_headline(doc), style="bold")]
+    if doc.get("steps"):
+        out.append(steps_table(doc))
+    if doc.get("breakdown"):
+        out.append(breakdown_table(doc))
+    if doc.get("collectives"):
+        out.append(collectives_table(doc))
+    if any(s.get("caused_wait_ns") for s in doc.get("stragglers") or ()):
+        out.append(stragglers_table(doc))
+    if doc.get("critical_path"):
+        out.append(path_table(doc))
+    return out + list(health_lines(doc))
+
+
+def _p50(value: Any) -> float | None:
+    """A banded number's middle, or the number itself."""
+    if isinstance(value, Mapping):
+        value = value.get("p50")
+    return float(value) if units.is_number(value) else None
+
+
+def _band(value: Any) -> str:
+    """Half the width of a band relative to its middle, as "±4 %"."""
+    if not isinstance(value, Mapping) or not all(units.is_number(value.get(k)) for k in ("low", "p50", "high")):
+        return units.MISSING
+    middle = value["p50"]
+    return f"±{(value['high'] - value['low']) / 2 / middle * 100:.0f} %" if middle else units.MISSING
+
+
+def layout_text(layout: Any) -> str:
+    """A layout as the command line writes it: {"fsdp": 64, "tp": 8} → "fsdp=64,tp=8"; degrees of one are left out."""
+    if isinstance(layout, Mapping):
+        kept = {k: v for k, v in layout.items() if v not in (None, 1, False, "")} or layout
+        return units.clean(",".join(f"{k}={v}" for k, v in kept.items()), 200)
+    return units.clean(layout, 200) if layout is not None else units.MISSING
+
+
+def curve_headline(doc: Document) -> str:
+    """One sentence: where the knee is, where communication dominates, what to measure next."""
+    parts = []
+    if units.is_number(doc.get("knee_gpus")):
+        parts.append(f"scaling bends at {units.number(doc['knee_gpus'])} GPUs")
+    if units.is_number(doc.get("comm_dominates_gpus")):
+        parts.append(f"communication dominates from {units.number(doc['comm_dominates_gpus'])} GPUs")
+    elif doc.get("points"):
+        parts.append("communication dominates at none of these sizes")
+    if doc.get("benchmark_next"):
+        parts.append(f"worth measuring next: {', '.join(units.number(n) for n in doc['benchmark_next'])} GPUs")
+    return "; ".join(parts).capitalize().replace("gpus", "GPUs") + "." if parts else "No point could be computed."
+
+
+def curve_table(doc: Document) -> RenderableType:
+    """The scaling curve of `scaletrace extrapolate`: a row a point, then one line of plot."""
+    points = doc.get("points") or ()
+    with_layout = len({(p.get("gpus"), layout_text(p.get("layout"))) for p in points}) > len(
+        {p.get("gpus") for p in points}
+    )
+    names = ["GPUs", "step", "band", "tok/s/GPU", "MFU", "exposed", "dominant", "provenance"]
+    table = _table(*(names + ["layout"] * with_layout), text_columns=0)
+    for column in table.columns[6:]:
+        column.justify, column.overflow = "left", "ellipsis"
+    for point in points:
+        cells = [
+            units.number(point.get("gpus")),
+            units.seconds(_p50(point.get("step_time_s"))),
+            _band(point.get("step_time_s")),
+            units.number(_p50(point.get("tokens_per_s_per_gpu"))),
+            units.percent(_p50(point.get("mfu"))),
+            units.percent(_p50(point.get("exposed_comm_fraction"))),
+            units.shorten(point.get("dominant") or units.MISSING, 14),
+            units.shorten(_provenance(point.get("provenance")), 14),
+        ]
+        _row(table, *cells, *([units.shorten(layout_text(point.get("layout")), 24)] * with_layout))
+    steps = [_p50(p.get("step_time_s")) for p in points]
+    known = [s for s in steps if s is not None]
+    lines: list[RenderableType] = [Text(curve_headline(doc), style="bold"), _titled("Scaling curve", table)]
+    if known:
+        span = f"{units.seconds(min(known))} to {units.seconds(max(known))}"
+        lines.append(Text(f"step time  {sparkline(steps)}  {span}"))
+    return Group(*lines, *health_lines(doc))
+
+
+def _provenance(value: Any) -> str:
+    """Provenance as one phrase; a mapping names the weakest of its parts."""
+    if isinstance(value, Mapping):
+        for word in ("extrapolated", "interpolated", "prior", "measured"):
+            if word in value.values() or word in value:
+                return word
+        return ", ".join(units.clean(v, 40) for v in value.values()) or units.MISSING
+    return units.clean(value, 80) if value else units.MISSING

@@ -1,0 +1,163 @@
+"""Turns measured transfers into multipliers on the cost model, shrunk toward the prior where evidence is thin.
+
+For each family of collectives and each reach (inside a node, across) three multipliers are sought, on latency inside,
+latency across and bytes over bandwidth, that maximise the posterior of log-times: a robust (Huber) likelihood with a
+noise of `NOISE`, and a normal prior around log 1. Two sizes can't tell latency from bandwidth: the prior then decides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.errors import InputError
+from scaletrace.extrapolate import gloo, nccl
+from scaletrace.extrapolate.cluster import Cluster, Placement, place
+from scaletrace.extrapolate.costs import FAMILY, Calibration, Fit, FitKey
+from scaletrace.extrapolate.nccl import Term
+
+Floats = npt.NDArray[np.float64]
+NOISE = 0.05
+HUBER = 1.5
+PRIOR_SD = np.array([0.7, 0.7, 0.3])
+GLOO_PRIOR_SD = np.array([2.0, 2.0, 2.0])
+"""gloo's rates depend on the host far more than NCCL's on the fabric, so its prior is only an order of magnitude."""
+ITERATIONS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One measured transfer: `seconds` from the last arrival to the end; `algorithm` where the kernel's name tells.
+
+    `size_bytes` is the whole vector, as in costs.collective_seconds; `weight` counts how often it was seen.
+    """
+
+    kind: str
+    size_bytes: float
+    ranks: int
+    seconds: float
+    stride: int = 1
+    per_node: int | None = None
+    algorithm: str = ""
+    weight: float = 1.0
+
+
+def calibrate(evidence: Iterable[Evidence], cluster: Cluster) -> Calibration:
+    """Fit all families and reaches that the evidence covers; sizes and times that are not positive are refused."""
+    groups: dict[tuple[str, bool], list[tuple[Evidence, Placement]]] = defaultdict(list)
+    for item in evidence:
+        if not (item.seconds > 0 and item.size_bytes > 0):
+            raise InputError(f"evidence needs positive bytes and seconds, got {item.size_bytes} and {item.seconds}")
+        if item.kind not in FAMILY or item.ranks < 2:
+            continue
+        placed = place(item.ranks, cluster, item.stride, item.per_node)
+        groups[FAMILY[item.kind], placed.top > 0].append((item, placed))
+    fits: dict[FitKey, Fit] = {}
+    algorithms: dict[tuple[str, bool], str] = {}
+    for (family, crosses), items in groups.items():
+        named = {item.algorithm for item, _ in items if item.algorithm}
+        if len(named) == 1:
+            algorithms[family, crosses] = next(iter(named))
+        fits[family, "", crosses] = _fit(items, cluster, algorithms.get((family, crosses), ""))
+    return Calibration(fits, algorithms)
+
+
+def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorithm: str) -> Fit:
+    """Choose the algorithm by the prior, fit, choose again with the multipliers, until the choice stands."""
+    seconds = np.array([item.seconds for item, _ in items])
+    weight = np.array([item.weight for item, _ in items])
+    options = [_options(item, placed, cluster, algorithm) for item, placed in items]
+    prior_sd = GLOO_PRIOR_SD if cluster.backend == "gloo" else PRIOR_SD
+    logs = np.zeros(3)
+    chosen: Floats | None = None
+    for _ in range(8):
+        parts = np.array([_fastest(terms, np.exp(logs)) for terms in options])
+        if chosen is not None and np.array_equal(parts, chosen):
+            break
+        chosen = parts
+        logs = _posterior(parts, seconds, weight, prior_sd)
+    if chosen is None:
+        raise RuntimeError("no evidence")  # calibrate() makes no empty group
+    error = np.abs(np.log(chosen @ np.exp(logs) / seconds))
+    sizes = [item.size_bytes for item, _ in items]
+    ranks = [item.ranks for item, _ in items]
+    local, remote, wire = np.exp(logs).tolist()
+    return Fit(
+        local, remote, wire,
+        residual=float(np.median(error) * 1.4826),
+        count=len(items),
+        sizes_bytes=(min(sizes), max(sizes)),
+        ranks=(min(ranks), max(ranks)),
+        seen=frozenset((item.ranks, int(item.size_bytes)) for item, _ in items),
+    )  # fmt: skip
+
+
+def _options(item: Evidence, placed: Placement, cluster: Cluster, algorithm: str) -> list[Term]:
+    terms = (
+        gloo.candidates(item.kind, item.size_bytes, placed, cluster)
+        if cluster.backend == "gloo"
+        else nccl.candidates(item.kind, item.size_bytes, placed, cluster)
+    )
+    wanted = item.algorithm or algorithm
+    return [term for term in terms if term.algorithm == wanted] or terms
+
+
+def _fastest(terms: Sequence[Term], multipliers: Floats) -> tuple[float, float, float]:
+    best = min(terms, key=lambda term: float(np.dot((term.local_s, term.remote_s, term.wire_s), multipliers)))
+    return best.local_s, best.remote_s, best.wire_s
+
+
+def _posterior(parts: Floats, seconds: Floats, weight: Floats, prior_sd: Floats) -> Floats:
+    """Gauss-Newton on the logs of the multipliers; parts float64[m, 3], seconds float64[m]."""
+    logs = np.zeros(3)
+    scale = np.sqrt(weight / weight.mean()) / NOISE
+    for _ in range(ITERATIONS):
+        shares = parts * np.exp(logs)
+        total = shares.sum(axis=1)
+        residual = np.log(total / seconds) * scale
+        slope = shares / total[:, None] * scale[:, None]
+        robust = np.minimum(1.0, HUBER / np.maximum(np.abs(residual), 1e-12))
+        hessian = slope.T @ (robust[:, None] * slope) + np.diag(prior_sd**-2.0)
+        step = np.linalg.solve(hessian, slope.T @ (robust * residual) + logs / prior_sd**2)
+        logs = logs - np.clip(step, -0.5, 0.5)
+        if np.max(np.abs(step)) < 1e-9:
+            break
+    return logs
+
+
+NCCL_TESTS_KIND = {
+    "all_reduce_perf": "all_reduce",
+    "all_gather_perf": "all_gather",
+    "reduce_scatter_perf": "reduce_scatter",
+    "broadcast_perf": "broadcast",
+    "alltoall_perf": "all_to_all",
+    "sendrecv_perf": "send",
+    "reduce_perf": "reduce",
+}
+
+
+def from_nccl_tests(text: str, ranks: int, kind: str = "", per_node: int | None = None) -> list[Evidence]:
+    """Read the table that nccl-tests prints: size (B), count, type, redop, root, time (µs), … for out of place.
+
+    The kind is taken from a line that names the program, unless given. Raises InputError where no row is found.
+    """
+    if not kind:
+        kind = next((value for name, value in NCCL_TESTS_KIND.items() if name in text), "")
+    if not kind:
+        raise InputError("nccl-tests output doesn't name its program; say which collective it is (--kind all_reduce)")
+    rows: list[Evidence] = []
+    for line in text.splitlines():
+        fields = line.split()
+        if not fields or not fields[0].isdigit() or len(fields) < 6:
+            continue
+        numbers = [field for field in fields[2:] if field.replace(".", "", 1).replace("-", "", 1).isdigit()]
+        times = [float(field) for field in numbers if "." in field]
+        if times and int(fields[0]) > 0 and times[0] > 0:
+            rows.append(Evidence(kind, float(fields[0]), ranks, times[0] * 1e-6, per_node=per_node))
+    if not rows:
+        raise InputError("no row of an nccl-tests table found (a row starts with the size in bytes)")
+    return rows

@@ -1,0 +1,181 @@
+"""Turns a collective, its bytes and its group into seconds on a cluster, with where the number comes from.
+
+The candidates of nccl.py or gloo.py are corrected by the calibration's multipliers and the fastest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from scaletrace.extrapolate import gloo, nccl
+from scaletrace.extrapolate.cluster import Cluster, Placement, place
+from scaletrace.extrapolate.nccl import Term
+
+
+class Provenance(IntEnum):
+    """How well founded a cost is, from best to worst."""
+
+    MEASURED = 0
+    INTERPOLATED = 1
+    EXTRAPOLATED_SIZE = 2
+    EXTRAPOLATED_RANKS = 3
+    PRIOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Multipliers on the three parts of a cost, and the evidence behind them.
+
+    local, remote, wire  multiply latency inside a node, latency across, and bytes over bandwidth; 1 = the prior
+    residual             typical relative error of the fit on its own evidence
+    sizes_bytes, ranks   (smallest, largest) seen; seen holds every (ranks, size) of the evidence
+    """
+
+    local: float = 1.0
+    remote: float = 1.0
+    wire: float = 1.0
+    residual: float = 0.0
+    count: int = 0
+    sizes_bytes: tuple[float, float] = (0.0, 0.0)
+    ranks: tuple[int, int] = (0, 0)
+    seen: frozenset[tuple[int, int]] = frozenset()
+
+    def apply(self, term: Term) -> Term:
+        return Term(
+            term.algorithm,
+            term.protocol,
+            term.local_s * self.local,
+            term.remote_s * self.remote,
+            term.wire_s * self.wire,
+        )
+
+
+FitKey = tuple[str, str, bool]
+"""(family, algorithm or "" for all, whether the group crosses the innermost tier)."""
+
+FAMILY = {
+    "all_reduce": "all_reduce",
+    "all_gather": "gather",
+    "reduce_scatter": "gather",
+    "broadcast": "broadcast",
+    "reduce": "broadcast",
+    "all_to_all": "all_to_all",
+    "gather": "all_to_all",
+    "scatter": "all_to_all",
+    "send": "p2p",
+    "recv": "p2p",
+    "barrier": "barrier",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Fits by family and reach; what has no fit keeps the prior."""
+
+    fits: Mapping[FitKey, Fit] = field(default_factory=dict)
+    algorithms: Mapping[tuple[str, bool], str] = field(default_factory=dict)
+
+    def find(self, kind: str, term: Term, crosses: bool) -> Fit | None:
+        family = FAMILY[kind]
+        return self.fits.get((family, term.algorithm, crosses)) or self.fits.get((family, "", crosses))
+
+
+PRIOR_ERROR = 0.25
+"""Relative error (one sigma) of the uncalibrated tuner form: 8.7 % mean on the all-gather table, 15 to 40 % on tree
+all-reduces of 32 to 4,096 GPUs (benchmarks/collectives)."""
+FLOOR_ERROR = 0.03
+PER_DOUBLING_SIZE = 0.02
+PER_DOUBLING_RANKS = 0.015
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one collective, split into latency and bytes, with algorithm, origin and relative error (1 sigma)."""
+
+    seconds: float
+    alpha_s: float
+    beta_s: float
+    algorithm: str
+    provenance: Provenance
+    rel_error: float
+
+
+def collective_seconds(
+    kind: str,
+    size_bytes: float,
+    ranks: int,
+    cluster: Cluster,
+    *,
+    stride: int = 1,
+    per_node: int | None = None,
+    calibration: Calibration | None = None,
+    nics: int | None = None,
+) -> Cost:
+    """Time of one collective (KINDS of the job) over `ranks` ranks, `stride` apart, once the last has arrived.
+
+    size_bytes  the whole vector: output of an all-gather, input of a reduce-scatter, what one rank sends in an
+                all-to-all, the message otherwise
+    per_node    members in one node, where the stride doesn't tell
+    nics        how many of its node's NICs the group drives at most; None = as many as it has members there
+    Raises UsageError for an unknown kind or an impossible group.
+    """
+    placed = place(ranks, cluster, stride, per_node)
+    return placed_seconds(kind, size_bytes, placed, cluster, calibration, nics)
+
+
+def placed_seconds(
+    kind: str,
+    size_bytes: float,
+    placed: Placement,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+    nics: int | None = None,
+) -> Cost:
+    """As collective_seconds, for a group that is placed already."""
+    if placed.size == 1:
+        return Cost(0.0, 0.0, 0.0, "none", Provenance.MEASURED, 0.0)
+    terms = (
+        gloo.candidates(kind, size_bytes, placed, cluster)
+        if cluster.backend == "gloo"
+        else nccl.candidates(kind, size_bytes, placed, cluster, nics)
+    )
+    crosses = placed.top > 0
+    observed = calibration.algorithms.get((FAMILY[kind], crosses)) if calibration else None
+    if observed and any(term.algorithm == observed for term in terms):
+        terms = [term for term in terms if term.algorithm == observed]
+    best, best_fit = None, None
+    for term in terms:
+        fit = calibration.find(kind, term, crosses) if calibration else None
+        corrected = fit.apply(term) if fit else term
+        if best is None or corrected.seconds < best.seconds:
+            best, best_fit = corrected, fit
+    if best is None:
+        raise RuntimeError("no candidate")  # candidates() never returns an empty list
+    origin, error = _origin(best_fit, size_bytes, placed.size)
+    return Cost(best.seconds, best.local_s + best.remote_s, best.wire_s, best.algorithm, origin, error)
+
+
+def _origin(fit: Fit | None, size_bytes: float, ranks: int) -> tuple[Provenance, float]:
+    """Where the number comes from, and the relative error that follows: it grows with each doubling beyond evidence."""
+    if fit is None or fit.count == 0:
+        return Provenance.PRIOR, PRIOR_ERROR
+    error = max(FLOOR_ERROR, fit.residual)
+    if (ranks, int(size_bytes)) in fit.seen:
+        return Provenance.MEASURED, error
+    sizes = _doublings(size_bytes, fit.sizes_bytes)
+    span = _doublings(ranks, fit.ranks)
+    error = (error**2 + (PER_DOUBLING_SIZE * sizes) ** 2 + (PER_DOUBLING_RANKS * span) ** 2) ** 0.5
+    if span > 0:
+        return Provenance.EXTRAPOLATED_RANKS, error
+    return (Provenance.EXTRAPOLATED_SIZE if sizes > 0 else Provenance.INTERPOLATED), error
+
+
+def _doublings(value: float, seen: tuple[float, float]) -> float:
+    """How many doublings `value` lies outside the interval."""
+    from math import log2
+
+    if value <= 0 or seen[0] <= 0:
+        return 0.0
+    return max(0.0, log2(seen[0] / value), log2(value / seen[1]))

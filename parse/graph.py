@@ -11,8 +11,10 @@ RENDEZVOUS hub per instance, to their TRANSFER nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,6 +119,8 @@ class Graph:
     instance                int32[n]   index into `collectives`, -1 for others
     pred                    int32[m], lag_ns int64[m], edge_kind uint8[m], edge_source uint8[m], pred_ptr int64[n+1]
     multiplicity            int32 per rank class: how many real ranks a rank of this graph stands for (default 1 each)
+    blocks                  int32[n] or empty: thread blocks of a kernel's grid, 0 unknown
+    layer                   int32[n] or empty: index into `layers`, -1 unknown
     """
 
     dur_ns: IntArray
@@ -138,6 +142,9 @@ class Graph:
     groups: tuple[GraphGroup, ...] = ()
     collectives: tuple[GraphCollective, ...] = ()
     multiplicity: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    blocks: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    layer: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    layers: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.dur_ns)
@@ -161,6 +168,41 @@ class Graph:
     def is_topological(self) -> bool:
         """Whether every edge leads from a lower to a higher node, which makes the graph a DAG."""
         return bool(np.all(self.pred < self.edge_dst))
+
+    def layer_of(self, node: int) -> str:
+        """The layer (module path) that a node belongs to, "" where unknown."""
+        if not len(self.layer) or self.layer[node] < 0:
+            return ""
+        return self.layers[int(self.layer[node])]
+
+    def axis_of(self, node: int) -> str:
+        """The parallel axis of the collective that a node belongs to, "" where unknown or none."""
+        if self.instance[node] < 0:
+            return ""
+        group = self.collectives[int(self.instance[node])].group
+        return self.groups[group].axis if group >= 0 else ""
+
+    def without(self, *, kinds: Iterable[EdgeKind] = (), sources: Iterable[EdgeSource] = ()) -> Graph:
+        """The same nodes without the edges of these kinds or sources (to see what a class of edges is worth)."""
+        drop = np.isin(self.edge_kind, np.array([int(k) for k in kinds], np.uint8))
+        drop |= np.isin(self.edge_source, np.array([int(s) for s in sources], np.uint8))
+        keep = ~drop
+        pred_ptr = np.zeros(len(self) + 1, np.int64)
+        np.cumsum(np.bincount(self.edge_dst[keep], minlength=len(self)), out=pred_ptr[1:])
+        return replace(
+            self,
+            pred_ptr=pred_ptr,
+            pred=self.pred[keep],
+            lag_ns=self.lag_ns[keep],
+            edge_kind=self.edge_kind[keep],
+            edge_source=self.edge_source[keep],
+        )
+
+    def to_graphml(self, path: str | Path) -> None:
+        """Write nodes and edges with their columns as GraphML, for Gephi, yEd and the like (small graphs)."""
+        import networkx
+
+        networkx.write_graphml(self.to_networkx(), str(path))
 
     def to_networkx(self) -> networkx.DiGraph:
         """The door to the Python graph world: nodes and edges with their columns as attributes (small graphs)."""

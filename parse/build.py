@@ -1,0 +1,293 @@
+"""Turns a Job into a Graph: nodes and edges of all ranks, their rendezvous, and a count of all that was inferred."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.jit import jit
+from scaletrace.parse.build_draft import Draft, finish
+from scaletrace.parse.build_gpu import RankGpu
+from scaletrace.parse.build_rank import RankInput, add_rank, external_kernels, read_rank
+from scaletrace.parse.build_stalls import Columns, add_occupancy, add_tight_ends, insert_stalls, residuals
+from scaletrace.parse.events import Int32Array, IntArray
+from scaletrace.parse.graph import (
+    EdgeKind,
+    EdgeSource,
+    Graph,
+    GraphCollective,
+    GraphGroup,
+    Measured,
+    NodeKind,
+)
+from scaletrace.parse.health import Health
+from scaletrace.parse.job import KINDS, Job
+
+HUB_FROM = 3
+"""Members from which a full rendezvous goes through one hub instead of an edge per pair."""
+OVERLAP_NS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """drop: edge sources to leave out, so that an experiment can show what each is worth. stalls: add STALL nodes."""
+
+    drop: frozenset[EdgeSource] = frozenset()
+    stalls: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How well the graph explains the trace, before any replay.
+
+    explained_starts      share of kernel starts within 20 µs of what their predecessors explain
+    unexplained_stall_ns  per rank: sum of the STALL nodes;  window_ns: what they are a share of
+    offered, contradicted edges by source: how many a rule offered, how many the trace refutes
+    """
+
+    explained_starts: float
+    explained_tight: float
+    unexplained_stall_ns: dict[int, int]
+    window_ns: int
+    offered: dict[str, int]
+    contradicted: dict[str, int]
+    time_sliced_ranks: tuple[int, ...] = ()
+
+    @property
+    def worst_stall_fraction(self) -> float:
+        """Unexplained stall of the worst rank as a share of the window."""
+        return max(self.unexplained_stall_ns.values(), default=0) / self.window_ns if self.window_ns else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A graph with what was measured beside it, how well it explains the trace, and the job it came from."""
+
+    graph: Graph
+    measured: Measured
+    quality: Quality
+    job: Job
+    health: Health = field(default_factory=Health)
+
+
+def build(job: Job, options: BuildOptions | None = None) -> Built:
+    """The dependency graph of a job. Measured times choose structure, durations and refutations, never a start."""
+    options = options or BuildOptions()
+    health, draft = Health(), Draft()
+    group_index = _add_groups(draft, job)
+    inputs = _inputs(draft, job, group_index)
+    parts = [read_rank(rank, health) for rank in inputs]
+    gpus = [add_rank(draft, rank, part, health) for rank, part in zip(inputs, parts, strict=True)]
+    members = _members(job, gpus)
+    transfers = _add_rendezvous(draft, members)
+    _explain(draft, gpus, members, transfers)
+    nodes, edges = _tables(draft, gpus, members, transfers, options)
+    residual = residuals(nodes, edges)
+    if options.stalls:
+        nodes, edges = insert_stalls(draft, nodes, edges)
+    graph, measured, cyclic = finish(draft, nodes, edges)
+    if cyclic:
+        health.dropped["edges that close a cycle"] += cyclic
+        draft.contradict(EdgeSource.MATCH, 0, cyclic)
+    quality = _quality(draft, nodes, residual, gpus)
+    return Built(graph, _with_steps(graph, measured), quality, job, health)
+
+
+def _add_groups(draft: Draft, job: Job) -> dict[int, int]:
+    index = {}
+    for group in job.groups:
+        index[group.id] = len(draft.groups)
+        draft.groups.append(GraphGroup(group.axis, group.size, group.stride, 1, group.description))
+    return index
+
+
+def _inputs(draft: Draft, job: Job, group_index: dict[int, int]) -> list[RankInput]:
+    """One input a rank: its shift onto the job's clock and which of its rows belong to which collective."""
+    table = job.collectives
+    _, first = np.unique(table.instance, return_index=True)
+    position = {int(table.instance[row]): at for at, row in enumerate(first.tolist())}
+    for row in first.tolist():
+        draft.collectives.append(
+            GraphCollective(
+                KINDS[int(table.kind[row])],
+                group_index.get(int(table.group[row]), -1),
+                int(table.bytes_in[row]),
+                int(table.bytes_out[row]),
+            )
+        )
+    out = []
+    for trace in job.ranks:
+        clock = job.clocks.get(trace.rank)
+        rows = np.flatnonzero((table.rank == trace.rank) & (table.event >= 0))
+        of_row = {
+            int(event): position[int(instance)]
+            for event, instance in zip(table.event[rows], table.instance[rows], strict=True)
+        }
+        shift = -clock.offset_ns if clock is not None else 0
+        out.append(RankInput(trace, shift, table.event[rows].astype(np.int64), of_row))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The members of all instances seen by at least two ranks, sorted by instance: nodes and measured times."""
+
+    instance: Int32Array
+    arrive: Int32Array
+    transfer: Int32Array
+    start_ns: IntArray
+    end_ns: IntArray
+    ptr: IntArray
+
+
+def _members(job: Job, gpus: list[RankGpu]) -> Members:
+    columns: list[list[npt.NDArray[Any]]] = [[], [], [], [], []]
+    for gpu, trace in zip(gpus, job.ranks, strict=True):
+        kernels = gpu.kernels
+        k = np.flatnonzero(kernels.is_comm)
+        clock = job.clocks.get(trace.rank)
+        shift = -clock.offset_ns if clock is not None else 0
+        table = job.collectives
+        mine = np.flatnonzero((table.rank == trace.rank) & (table.event >= 0))
+        order = mine[np.argsort(table.event[mine], kind="stable")]
+        at = np.minimum(np.searchsorted(table.event[order], kernels.row[k]), max(len(order) - 1, 0))
+        hit = table.event[order][at] == kernels.row[k] if len(order) else np.zeros(len(k), np.bool_)
+        k, at = k[hit], at[hit]
+        values = (
+            table.instance[order[at]],
+            gpu.node_in[k],
+            gpu.node_out[k],
+            kernels.start_ns[k] + shift,
+            kernels.end_ns[k] + shift,
+        )
+        for column, value in zip(columns, values, strict=True):
+            column.append(value)
+    instance, arrive, transfer, start, end = (np.concatenate(c) if c else np.zeros(0, np.int64) for c in columns)
+    _, dense = np.unique(instance, return_inverse=True)
+    order = np.argsort(dense, kind="stable")
+    count = int(dense.max()) + 1 if len(dense) else 0
+    ptr = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(dense, minlength=count), out=ptr[1:])
+    return Members(
+        dense[order].astype(np.int32),
+        arrive[order].astype(np.int32),
+        transfer[order].astype(np.int32),
+        start[order],
+        end[order],
+        ptr,
+    )
+
+
+@jit
+def _pairs(
+    ptr: IntArray, start: IntArray, end: IntArray, hub: Int32Array
+) -> tuple[Int32Array, Int32Array, IntArray, int]:
+    """Which member awaits which (positions), the latest start each awaits, and how many wait for fewer than all."""
+    total = 0
+    for i in range(len(ptr) - 1):
+        total += (ptr[i + 1] - ptr[i]) ** 2
+    src, dst = np.empty(total, np.int32), np.empty(total, np.int32)
+    latest = start.copy()
+    n, partial = 0, 0
+    for i in range(len(ptr) - 1):
+        for m in range(ptr[i], ptr[i + 1]):
+            awaited = 0
+            for p in range(ptr[i], ptr[i + 1]):
+                if p != m and start[p] >= end[m] - OVERLAP_NS:
+                    continue
+                awaited += 1
+                latest[m] = max(latest[m], start[p])
+                if p != m and hub[i] == 0:
+                    src[n], dst[n] = p, m
+                    n += 1
+            partial += awaited < ptr[i + 1] - ptr[i]
+    return src[:n], dst[:n], latest, partial
+
+
+def _add_rendezvous(draft: Draft, members: Members) -> IntArray:
+    """Edges from the ARRIVE of each member to the TRANSFER of those that awaited it; returns when each transfer began.
+
+    A member awaits those that had started before its own end: a collective is not always a barrier.
+    """
+    if not len(members.instance):
+        return np.zeros(0, np.int64)
+    ptr = members.ptr
+    size = np.diff(ptr)
+    latest = np.maximum.reduceat(members.start_ns, ptr[:-1])
+    earliest_end = np.minimum.reduceat(members.end_ns, ptr[:-1])
+    full = (latest < earliest_end - OVERLAP_NS) & (size >= HUB_FROM)
+    src, dst, began, partial = _pairs(ptr, members.start_ns, members.end_ns, full.astype(np.int32))
+    draft.contradict(EdgeSource.MATCH, int((size * (size - 1)).sum()), 0)
+    if partial:
+        draft.offered["members that await fewer than all"] += int(partial)
+    draft.add_edges(members.arrive[src], members.transfer[dst], 0, EdgeKind.RENDEZVOUS, EdgeSource.MATCH)
+    at = np.flatnonzero(full)
+    if len(at):
+        hubs = draft.add_nodes(
+            len(at),
+            kind=int(NodeKind.RENDEZVOUS),
+            name=draft.name("rendezvous"),
+            start_ns=latest[at],
+            end_ns=latest[at],
+        )
+        inside = np.repeat(full, size)
+        hub_of = np.repeat(hubs, size[at])
+        draft.add_edges(members.arrive[inside], hub_of, 0, EdgeKind.RENDEZVOUS, EdgeSource.MATCH)
+        draft.add_edges(hub_of, members.transfer[inside], 0, EdgeKind.RENDEZVOUS, EdgeSource.MATCH)
+    return began
+
+
+def _tables(
+    draft: Draft, gpus: list[RankGpu], members: Members, began: IntArray, options: BuildOptions
+) -> tuple[Columns, Columns]:
+    """Node and edge columns with transfers cut to what remains after the wait, external starts and dropped sources."""
+    nodes, edges = draft.nodes(), draft.edges()
+    if len(members.transfer):
+        nodes["start_ns"][members.transfer] = began
+        nodes["dur_ns"][members.transfer] = np.maximum(members.end_ns - began, 0)
+    for gpu in gpus:
+        at = gpu.node_in[external_kernels(gpu)]
+        nodes["release_ns"][at] = nodes["start_ns"][at]
+    if options.drop:
+        keep = ~np.isin(edges["edge_source"], np.array([int(s) for s in options.drop], np.uint8))
+        edges = {key: value[keep] for key, value in edges.items()}
+    return nodes, edges
+
+
+def _explain(draft: Draft, gpus: list[RankGpu], members: Members, began: IntArray) -> None:
+    """Two rounds of fallbacks for starts that no rule explains: a fitting end, then a full GPU."""
+    for add in (add_tight_ends, add_occupancy):
+        nodes, edges = _tables(draft, gpus, members, began, BuildOptions())
+        residual = residuals(nodes, edges)
+        for gpu in gpus:
+            add(draft, gpu, residual)
+
+
+def _quality(draft: Draft, nodes: Columns, residual: IntArray, gpus: list[RankGpu]) -> Quality:
+    count = len(residual)
+    device = np.isin(nodes["kind"][:count], [int(k) for k in (NodeKind.KERNEL, NodeKind.COPY, NodeKind.ARRIVE)])
+    device &= nodes["release_ns"][:count] < 0
+    late = np.abs(residual[device])
+    stall = nodes["kind"] == int(NodeKind.STALL)
+    by_rank = np.bincount(nodes["rank"][stall], weights=nodes["dur_ns"][stall]).astype(np.int64) if stall.any() else []
+    window = int(nodes["end_ns"].max() - nodes["start_ns"].min()) if count else 0
+    return Quality(
+        explained_starts=float((late <= 20_000).mean()) if len(late) else 1.0,
+        explained_tight=float((late <= 5_000).mean()) if len(late) else 1.0,
+        unexplained_stall_ns={gpu.rank: int(by_rank[gpu.rank]) if gpu.rank < len(by_rank) else 0 for gpu in gpus},
+        window_ns=window,
+        offered=dict(draft.offered),
+        contradicted=dict(draft.contradicted),
+    )
+
+
+def _with_steps(graph: Graph, measured: Measured) -> Measured:
+    """Bounds of each step: first start to last device end (host end where no device works) over all ranks."""
+    bounds: dict[int, tuple[int, int]] = {}
+    for number in np.unique(graph.step[graph.step >= 0]).tolist():
+        at = np.flatnonzero(graph.step == number)
+        bounds[int(number)] = (int(measured.start_ns[at].min()), int(measured.end_ns[at].max()))
+    return Measured(measured.start_ns, measured.end_ns, measured.known, bounds)

@@ -1,0 +1,227 @@
+"""Turns one rank's calls and device records into nodes and edges of the draft graph."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.parse.build_draft import group_by
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
+from scaletrace.parse.gpu_clock import device_shift
+from scaletrace.parse.health import Health
+from scaletrace.parse.host import RUNTIME_CATS, Call, Calls, Spans, spans_of
+from scaletrace.parse.streams import EXPLAINED, Kernels, SyncEdges
+
+GPU_CATS = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
+COPY_CATS = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|deep_ep|nvshmem|cross_device_reduce|one_shot_all_reduce|two_shot_all_reduce", re.IGNORECASE
+)
+NEAR_MINIMUM_NS = 25_000
+IN_GRAPH_GAP_NS = 3_000
+GRAPH_LATENCY_NS = 50_000
+EXTERNAL_NS = 300_000
+MERGED_REMAINDER_NS = 5_000
+ENTRY_LAG_NS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The lags that one rank uses everywhere: none of them is fitted to a single event."""
+
+    launch_ns: int
+    gap_ns: int
+    sync_tail_ns: int
+    sync_own_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankGpu:
+    """What later stages need of one rank: its kernels and the nodes that stand for them.
+
+    node_in, node_out int32[k]: where edges to a kernel end and edges from it begin (ARRIVE and TRANSFER differ)
+    """
+
+    rank: int
+    kernels: Kernels
+    calls: Calls
+    node_in: Int32Array
+    node_out: Int32Array
+    full_gpu_blocks: int
+    constants: Constants
+
+
+def looks_like_communication(events: Events) -> BoolArray:
+    """bool per string: whether a kernel of that name moves data between ranks."""
+    return np.array(
+        [bool(_COMMUNICATION.search(text)) and "memset" not in text.lower() for text in events.strings], np.bool_
+    )
+
+
+def grid_blocks(events: Events) -> IntArray:
+    """Thread blocks of each kernel's grid, int64[n], 0 where the trace does not say."""
+    if "grid_size" in events.args:
+        return events.ints("grid_size", 0)
+    codes = events.texts("grid")
+    product = {-1: 0}
+    for code in np.unique(codes[codes >= 0]).tolist():
+        numbers = [int(part) for part in re.findall(r"\d+", events.strings[code])]
+        product[code] = int(np.prod(numbers, dtype=np.int64)) if numbers else 0
+    used, inverse = np.unique(codes, return_inverse=True)
+    return np.array([product[int(code)] for code in used], np.int64)[inverse] if len(codes) else np.zeros(0, np.int64)
+
+
+def _launch_rows(events: Events, gpu: IntArray) -> IntArray:
+    """Row of the runtime or driver call with the same correlation id for each device record, -1 without."""
+    calls = np.flatnonzero(events.in_cats(*RUNTIME_CATS) & (events.correlation > 0) & (events.ts_ns != TIME_UNKNOWN))
+    order = calls[np.argsort(events.correlation[calls], kind="stable")]
+    ids = events.correlation[order]
+    wanted = events.correlation[gpu]
+    at = np.minimum(np.searchsorted(ids, wanted), max(len(ids) - 1, 0))
+    found = (ids[at] == wanted) & (wanted > 0) if len(ids) else np.zeros(len(gpu), np.bool_)
+    return np.where(found, order[at] if len(ids) else -1, -1)
+
+
+def _call_index(calls: Calls, events: Events, rows: IntArray) -> Int32Array:
+    """Index into `calls` of each call row; a call nested in another counts as the outer one; -1 where neither is kept."""
+    by_row = np.argsort(calls.row, kind="stable")
+    sorted_rows = calls.row[by_row]
+    at = np.minimum(np.searchsorted(sorted_rows, rows), max(len(sorted_rows) - 1, 0))
+    out = np.full(len(rows), -1, np.int32)
+    if not len(sorted_rows):
+        return out
+    hit = sorted_rows[at] == rows
+    out[hit] = by_row[at[hit]]
+    nested = np.flatnonzero(~hit & (rows >= 0))
+    if len(nested):
+        order = np.lexsort((calls.start_ns, calls.thread))
+        spans = Spans(order, calls.thread[order], calls.start_ns[order], calls.end_ns[order])
+        out[nested] = spans.at(events.lane[rows[nested]], events.ts_ns[rows[nested]])
+    return out
+
+
+def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Health) -> tuple[Kernels, int]:
+    """The device records of one rank on its host clock, and the drift-corrected shift that was subtracted at most (ns)."""
+    gpu = np.flatnonzero(events.in_cats(*GPU_CATS) & (events.ts_ns != TIME_UNKNOWN))
+    unknown = int((events.in_cats(*GPU_CATS) & (events.ts_ns == TIME_UNKNOWN)).sum())
+    if unknown:
+        health.dropped["device records without a time"] += unknown
+    call = _call_index(calls, events, _launch_rows(events, gpu))
+    is_comm = looks_like_communication(events)[events.name[gpu]] | np.isin(gpu, comm_rows)
+    start = events.ts_ns[gpu].copy()
+    launched = call >= 0
+    shift = device_shift(calls.start_ns[call[launched]], start[launched] - calls.start_ns[call[launched]], start)
+    start += shift
+    order = np.argsort(start, kind="stable")
+    gpu, call, is_comm, start = gpu[order], call[order], is_comm[order], start[order]
+    _, stream = np.unique(events.lane[gpu], return_inverse=True)
+    ptr, by_call = group_by((call + 1).astype(np.int32), len(calls) + 1)
+    dim = grid_blocks(events)[gpu]
+    kernels = Kernels(
+        row=gpu.astype(np.int32),
+        stream=stream.astype(np.int32),
+        call=call,
+        start_ns=start,
+        end_ns=start + events.dur_ns[gpu],
+        is_comm=is_comm & ~events.in_cats(*COPY_CATS)[gpu],
+        is_copy=events.in_cats(*COPY_CATS)[gpu],
+        blocks=np.clip(dim, 0, 2**31 - 1).astype(np.int32),
+        ptr=ptr[1:],
+        order=by_call,
+        stream_count=int(stream.max()) + 1 if len(stream) else 0,
+    )
+    _count_links(calls, kernels, health)
+    return kernels, int(np.abs(shift).max()) if len(shift) else 0
+
+
+def _count_links(calls: Calls, kernels: Kernels, health: Health) -> None:
+    launches = np.isin(calls.meaning, (Call.LAUNCH, Call.GRAPH_LAUNCH))
+    counts = np.diff(kernels.ptr)
+    for reason, number in (
+        ("launches without device records", int((launches & (counts == 0)).sum())),
+        ("device records without a launch", int((kernels.call < 0).sum())),
+        (
+            "launches with several kernels (stream attribution unreliable)",
+            int(((calls.meaning == Call.LAUNCH) & (counts > 1)).sum()),
+        ),
+    ):
+        if number:
+            health.unmatched[reason] += number
+
+
+def estimate(calls: Calls, kernels: Kernels, syncs: SyncEdges | None, job_launch_ns: int | None) -> Constants:
+    """The rank's constants: medians over samples in which nothing else can have delayed the event."""
+    launched = np.flatnonzero(kernels.call >= 0)
+    latency = kernels.start_ns[launched] - calls.start_ns[kernels.call[launched]]
+    least = int(latency.min()) if len(latency) else 0
+    near = latency[latency < least + NEAR_MINIMUM_NS]
+    if len(near) < 5 and least > 200_000:
+        launch = job_launch_ns if job_launch_ns is not None else 8_000
+    else:
+        launch = int(np.median(near)) if len(near) else 6_000
+    by_stream = np.lexsort((kernels.start_ns, kernels.stream))
+    a, b = by_stream[:-1], by_stream[1:]
+    gap = kernels.start_ns[b] - kernels.end_ns[a]
+    waited = (
+        (kernels.call[b] < 0) | (calls.start_ns[kernels.call[b]] < kernels.start_ns[b] - 40_000)
+        if len(calls)
+        else kernels.call[b] < 0
+    )
+    queued = (kernels.stream[a] == kernels.stream[b]) & (gap >= 0) & (gap < 8_000) & waited & ~kernels.is_comm[b]
+    gap_ns = int(np.median(gap[queued])) if queued.any() else 1_000
+    tail, own = 10_000, 3_000
+    if syncs is not None and syncs.is_sync.any():
+        blocking = syncs.is_sync & (calls.meaning != Call.FREE)
+        dur = (calls.end_ns - calls.start_ns)[blocking]
+        if len(dur):
+            own = int(min(np.percentile(dur, 10), 10_000))
+        explained = blocking & (syncs.status == EXPLAINED) & (syncs.awaited_ns > calls.start_ns + own)
+        tails = np.maximum((calls.end_ns - syncs.awaited_ns)[explained], 0)
+        tail = int(np.median(tails)) if len(tails) else tail
+    return Constants(max(launch, 0), gap_ns, tail, own)
+
+
+def _in_record(events: Events, calls: Calls, kernels: Kernels) -> npt.NDArray[np.uint8]:
+    """uint8 per call: 0 outside record_param_comms, 1 inside one that launches nothing, 2 inside a launching one."""
+    spans = spans_of(events, events.named("record_param_comms"))
+    record = spans.at(calls.thread, calls.start_ns)
+    launching = np.unique(record[kernels.call[kernels.is_comm & (kernels.call >= 0)]])
+    return np.where(record < 0, 0, np.where(np.isin(record, launching), 2, 1)).astype(np.uint8)
+
+
+def recorded_waits(
+    events: Events, calls: Calls, kernels: Kernels, health: Health
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """What cuda_sync events state, per call: awaited kernel and waiting stream of a stream wait, stream of a sync (-1)."""
+    src = np.full(len(calls), -1, np.int32)
+    waiting, synced = src.copy(), src.copy()
+    rows = np.flatnonzero(events.in_cats("cuda_sync"))
+    if not len(rows) or not len(calls):
+        return src, waiting, synced
+    dense = {int(s): int(d) for s, d in zip(events.stream[kernels.row], kernels.stream, strict=True)}
+    by_corr = {int(c): i for i, c in enumerate(events.correlation[calls.row]) if c > 0}
+    wait_on, record = events.ints("wait_on_stream"), events.ints("wait_on_cuda_event_record_corr_id")
+    for row in rows.tolist():
+        text = events.text("cuda_sync_kind", row) or events.name_of(row)
+        i = by_corr.get(int(events.correlation[row]), -1)
+        if text == "Stream Wait Event":
+            at = by_corr.get(int(record[row]), -1)
+            if i < 0 or at < 0 or int(wait_on[row]) not in dense:
+                health.unmatched[
+                    "recorded stream waits whose event is not in the trace (the graph is a lower bound)"
+                ] += 1
+                continue
+            waiting[i] = dense.get(int(events.stream[row]), -1)
+            src[i] = _last_before(kernels, dense[int(wait_on[row])], at)
+        elif text == "Stream Sync" and i >= 0:
+            synced[i] = dense.get(int(events.stream[row]), -1)
+    return src, waiting, synced
+
+
+def _last_before(kernels: Kernels, stream: int, call: int) -> int:
+    """The last kernel of a stream launched before the call with that index, -1 without."""
+    mine = np.flatnonzero((kernels.stream == stream) & (kernels.call >= 0) & (kernels.call < call))
+    return int(mine[-1]) if len(mine) else -1

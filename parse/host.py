@@ -1,0 +1,189 @@
+"""Turns one rank's host events into calls and named stretches of host time, the host side of the graph."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from scaletrace.jit import jit
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, ByteArray, Events, Int32Array, IntArray
+from scaletrace.parse.health import Health
+
+RUNTIME_CATS = ("cuda_runtime", "cuda_driver", "Runtime", "xpu_runtime", "xpu_driver", "mtia_runtime")
+OP_CATS = ("cpu_op", "Operator")
+ANNOTATION_CATS = ("user_annotation",)
+
+
+class Call(IntEnum):
+    """What a runtime or driver call means for the graph."""
+
+    OTHER = 0
+    LAUNCH = 1
+    GRAPH_LAUNCH = 2
+    DEVICE_SYNC = 3
+    STREAM_SYNC = 4
+    EVENT_SYNC = 5
+    FREE = 6
+    STREAM_WAIT = 7
+    EVENT_RECORD = 8
+    COPY = 9
+    IGNORED = 10
+
+
+_RULES = (
+    (re.compile(r"GraphLaunch"), Call.GRAPH_LAUNCH),
+    (re.compile(r"Memcpy|Memset", re.IGNORECASE), Call.COPY),
+    (
+        re.compile(r"Launch(Cooperative)?Kernel|LaunchCooperative|ModuleLaunch|LaunchHostFunc|EnqueueKernel", re.IGNORECASE),
+        Call.LAUNCH,
+    ),
+    (re.compile(r"(Device|Ctx|Context)Synchronize$"), Call.DEVICE_SYNC),
+    (re.compile(r"StreamSynchronize$"), Call.STREAM_SYNC),
+    (re.compile(r"EventSynchronize$"), Call.EVENT_SYNC),
+    (re.compile(r"^(cuda|hip)Free$|^(cuMemFree|cuMemFree_v2)$"), Call.FREE),
+    (re.compile(r"StreamWaitEvent"), Call.STREAM_WAIT),
+    (re.compile(r"EventRecord"), Call.EVENT_RECORD),
+    (
+        re.compile(
+            r"Query|IsCapturing|GetCaptureInfo|PeekAtLastError|GetLastError|GetAttribute|GetDevice|SetDevice|"
+            r"GetDriverEntryPoint|ThreadExchangeStreamCaptureMode|GetFuncBySymbol|GetProperties|^INVALID"
+        ),
+        Call.IGNORED,
+    ),
+)
+SYNCS = (Call.DEVICE_SYNC, Call.STREAM_SYNC, Call.EVENT_SYNC, Call.FREE)
+LAUNCHES = (Call.LAUNCH, Call.GRAPH_LAUNCH, Call.COPY)
+
+
+def call_type(name: str) -> Call:
+    """The meaning of a runtime or driver call, by its name (CUDA, HIP and driver forms)."""
+    for pattern, meaning in _RULES:
+        if pattern.search(name):
+            return meaning
+    return Call.OTHER
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls of one rank's logical thread of control in order of time (c rows).
+
+    row, thread  int32: row in Events; lane code of the calling thread
+    meaning      uint8: Call
+    chain        int32: calls of one chain follow each other; threads that overlap in time have chains of their own
+    """
+
+    row: Int32Array
+    thread: Int32Array
+    meaning: ByteArray
+    chain: Int32Array
+    start_ns: IntArray
+    end_ns: IntArray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@jit
+def _nested(lane: Int32Array, start_ns: IntArray, end_ns: IntArray) -> BoolArray:
+    """Which intervals lie inside an earlier one of the same lane; rows sorted by (lane, start, longest first)."""
+    out = np.zeros(len(lane), np.bool_)
+    reach = np.int64(0)
+    for i in range(len(lane)):
+        if i == 0 or lane[i] != lane[i - 1]:
+            reach = end_ns[i]
+        elif end_ns[i] <= reach:
+            out[i] = True
+        else:
+            reach = end_ns[i]
+    return out
+
+
+def outermost(events: Events, rows: IntArray) -> IntArray:
+    """Those of `rows` that no other of them contains on its thread, sorted by (lane, start)."""
+    lane, start, end = events.lane[rows], events.ts_ns[rows], events.end_ns[rows]
+    order = np.lexsort((-end, start, lane))
+    nested = _nested(lane[order], start[order], end[order])
+    return rows[order[~nested]]
+
+
+def find_calls(events: Events, health: Health) -> Calls:
+    """The runtime and driver calls that matter: of threads that launch work, without polls and attribute queries."""
+    meanings = np.array([int(call_type(text)) for text in events.strings], np.uint8)
+    candidate = events.in_cats(*RUNTIME_CATS) & (events.ts_ns != TIME_UNKNOWN)
+    rows = np.flatnonzero(candidate)
+    meaning = meanings[events.name[rows]]
+    rows = rows[meaning != Call.IGNORED]
+    meaning = meanings[events.name[rows]]
+    working = np.unique(events.lane[rows[np.isin(meaning, LAUNCHES)]])
+    if not len(working):
+        working = np.unique(events.lane[rows[np.isin(meaning, SYNCS)]])
+    rows = outermost(events, rows[np.isin(events.lane[rows], working)])
+    rows = rows[np.argsort(events.ts_ns[rows], kind="stable")]
+    start, end, thread = events.ts_ns[rows], events.end_ns[rows], events.lane[rows]
+    chain = _chains(thread, start, end, health)
+    return Calls(rows.astype(np.int32), thread.astype(np.int32), meanings[events.name[rows]], chain, start, end)
+
+
+def _chains(thread: Int32Array, start: IntArray, end: IntArray, health: Health) -> Int32Array:
+    """Merge threads that take turns (main and autograd) into chain 0; a thread that runs beside it gets its own."""
+    chain = np.zeros(len(thread), np.int32)
+    lanes, counts = np.unique(thread, return_counts=True)
+    next_chain = 1
+    merged = np.zeros(len(thread), np.bool_)
+    for lane in lanes[np.argsort(-counts, kind="stable")]:
+        mine = thread == lane
+        both = merged | mine
+        rows = np.flatnonzero(both)
+        crossing = (start[rows[1:]] < end[rows[:-1]] - 1000) & (mine[rows[1:]] != mine[rows[:-1]])
+        if crossing.sum() > max(2, 0.02 * mine.sum()):
+            chain[mine] = next_chain
+            next_chain += 1
+            health.guessed["host threads taken as independent (they overlap the main thread)"] += 1
+        else:
+            merged = both
+    return chain
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Disjoint intervals of one kind on all threads, for look-ups: sorted by (lane, start)."""
+
+    row: IntArray
+    lane: Int32Array
+    start_ns: IntArray
+    end_ns: IntArray
+
+    def at(self, lane: Int32Array, time_ns: IntArray) -> IntArray:
+        """Event row of the interval of `lane` that contains each time, -1 where none does."""
+        out = np.full(len(lane), -1, np.int64)
+        for code in np.unique(lane):
+            ask = np.flatnonzero(lane == code)
+            low, high = np.searchsorted(self.lane, code), np.searchsorted(self.lane, code, side="right")
+            if high == low:
+                continue
+            at = low + np.searchsorted(self.start_ns[low:high], time_ns[ask], side="right") - 1
+            inside = (at >= low) & (time_ns[ask] < self.end_ns[np.maximum(at, low)])
+            out[ask[inside]] = self.row[at[inside]]
+        return out
+
+
+def spans_of(events: Events, mask: BoolArray) -> Spans:
+    """The outermost of the masked events as look-up intervals."""
+    rows = outermost(events, np.flatnonzero(mask & (events.ts_ns != TIME_UNKNOWN)))
+    return Spans(rows, events.lane[rows].astype(np.int32), events.ts_ns[rows], events.end_ns[rows])
+
+
+def op_spans(events: Events) -> Spans:
+    """The outermost operators of each thread."""
+    return spans_of(events, events.in_cats(*OP_CATS))
+
+
+def step_of(time_ns: IntArray, steps: list[tuple[int, int, int]]) -> Int32Array:
+    """Step number of each host time, -1 outside; `steps` holds (number, start_ns, end_ns)."""
+    out = np.full(len(time_ns), -1, np.int32)
+    for number, start, end in steps:
+        out[(time_ns >= start) & (time_ns < end)] = number
+    return out

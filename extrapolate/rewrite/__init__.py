@@ -1,0 +1,1 @@
+"""Rewrites a Graph along one parallel axis a module: Graph in, Graph out."""

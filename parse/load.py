@@ -1,0 +1,246 @@
+"""Turns a folder of traces, one per rank, into a Job: groups, matched collectives, aligned clocks, waits and health."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaletrace.errors import InputError, ScaletraceError
+from scaletrace.parse import clocks as clock_tools
+from scaletrace.parse import waits
+from scaletrace.parse.collectives import Table, join, match, members_of, rung_of, uses
+from scaletrace.parse.groups import Groups, build_groups, name_axes, override_axes, said_by
+from scaletrace.parse.health import Health
+from scaletrace.parse.job import KINDS, SYNCHRONISING, Collectives, Group, Job, RankTrace
+from scaletrace.parse.members import KIND, P2P
+from scaletrace.parse.ranks import Capture, Found, choose, discover
+from scaletrace.parse.reader import TraceFile, read_file
+from scaletrace.parse.sidecar import sidecars_by_rank
+from scaletrace.parse.steps import find_steps
+
+_POOL_BYTES = 64 * 1024 * 1024
+
+
+def load(
+    source: str | Path | Sequence[str | Path],
+    *,
+    strict: bool = False,
+    workers: int | None = None,
+    rank_regex: str | None = None,
+    axes: Path | None = None,
+    capture: str | None = None,
+    step_annotation: str | None = None,
+    patterns: Sequence[str] = (),
+) -> Job:
+    """Load a job from a folder, a file, a glob or several of them.
+
+    strict           raise on the first damage or contradiction instead of counting it
+    workers          processes that read files (default: as many as pay)
+    rank_regex       regular expression with one group that finds the rank in a file name; overrides the content
+    axes             YAML file that names the axes of groups
+    capture          which capture, where there are several (default: the newest complete one)
+    step_annotation  regular expression for the annotation that marks a step, where there is no ProfilerStep
+    patterns         further regular expressions for kernels that communicate
+
+    Raises InputError for what can't be used, UsageError where the caller has to decide, AlignmentError if strict and
+    the clocks can't be reconciled.
+    """
+    health = Health()
+    captures = discover(source, health, rank_regex)
+    chosen = choose(captures, capture, health)
+    files = _read(chosen.files, strict, workers)
+    traces = _ranks(chosen, files, health, step_annotation)
+    job = assemble(traces, health, strict=strict, patterns=patterns, manifest=chosen.manifest)
+    if axes is not None:
+        job = replace(job, groups=override_axes(job.groups, axes))
+    where = str(source) if isinstance(source, str | Path) else ", ".join(str(one) for one in source)
+    return replace(job, source=where, capture=chosen.name)
+
+
+def _read_one(path: str, strict: bool) -> TraceFile:
+    return read_file(path, strict=strict)
+
+
+def _read(files: Sequence[Found], strict: bool, workers: int | None) -> list[TraceFile]:
+    """Read the files, in several processes where there is enough to read for that to pay."""
+    paths = [str(file.path) for file in files]
+    total = sum(file.path.stat().st_size * (10 if file.path.suffix != ".json" else 1) for file in files)
+    count = min(workers or os.cpu_count() or 1, len(paths))
+    if count < 2 or (workers is None and total < _POOL_BYTES):
+        return [_read_one(path, strict) for path in paths]
+    with ProcessPoolExecutor(count) as pool:
+        return list(pool.map(_read_one, paths, [strict] * len(paths)))
+
+
+def _ranks(
+    chosen: Capture, files: Sequence[TraceFile], health: Health, step_annotation: str | None
+) -> tuple[RankTrace, ...]:
+    """One RankTrace a file, sorted by rank; a file without a rank is rank 0 of 1 if it is alone."""
+    numbers: list[tuple[int, str]] = []
+    for found, file in zip(chosen.files, files, strict=True):
+        numbers.append(_rank_of(found, file, len(files)))
+    if len({rank for rank, _ in numbers}) != len(numbers):
+        shown = ", ".join(f"{found.path.name}: {rank}" for found, (rank, _) in zip(chosen.files, numbers, strict=True))
+        raise InputError(f"{chosen.name}: two files hold the same rank ({shown}); name the rank with --rank-regex")
+    for rule in sorted({rule for _, rule in numbers if rule != "distributedInfo"}):
+        health.guessed["ranks not stated in the trace"] += sum(r == rule for _, r in numbers)
+        health.note(f"ranks {sorted(rank for rank, r in numbers if r == rule)} found by: {rule}")
+    sidecars = sidecars_by_rank(chosen.sidecars, health)
+    traces = []
+    for found, file, (rank, rule) in zip(chosen.files, files, numbers, strict=True):
+        info = file.header.get("distributedInfo")
+        world = info.get("world_size") if isinstance(info, Mapping) else None
+        steps = find_steps(file.events, file.health, step_annotation)
+        host = file.header.get("host_name")
+        traces.append(
+            RankTrace(
+                rank,
+                world if isinstance(world, int) else found.world_size,
+                file.events,
+                file.source,
+                file.header,
+                rank_rule=rule,
+                host=host if isinstance(host, str) else found.host,
+                steps=steps,
+                sidecar=sidecars.get(rank),
+                health=file.health,
+            )
+        )
+    return tuple(sorted(traces, key=lambda trace: trace.rank))
+
+
+def _rank_of(found: Found, file: TraceFile, count: int) -> tuple[int, str]:
+    if found.rank is not None:
+        return found.rank, found.rank_rule
+    info = file.header.get("distributedInfo")
+    if isinstance(info, Mapping) and isinstance(info.get("rank"), int):
+        return int(info["rank"]), "distributedInfo"
+    if count == 1:
+        return 0, "default (no rank in the file)"
+    raise InputError(f"{found.path}: no rank in the file or its name; name it with --rank-regex")
+
+
+def assemble(
+    traces: Sequence[RankTrace],
+    health: Health,
+    *,
+    strict: bool = False,
+    patterns: Sequence[str] = (),
+    manifest: Mapping[str, Any] | None = None,
+) -> Job:
+    """A Job from the traces of its ranks: groups, collectives, clocks, waits. Nothing is read from disk."""
+    ranks = [trace.rank for trace in traces]
+    world = max([trace.world_size or 0 for trace in traces] + [max(ranks, default=0) + 1])
+    for trace in traces:
+        health.add(trace.health)
+    groups = build_groups({trace.rank: said_by(trace, health) for trace in traces}, world, health)
+    table = join([members_of(trace, groups, health, patterns) for trace in traces], health)
+    match(table, groups, ranks, health)
+    order = np.lexsort((table.rank, table.instance))
+    sync = np.isin(table.kind, [KIND[kind] for kind in SYNCHRONISING])
+    found = clock_tools.Instances(
+        np.searchsorted(ranks, table.rank[sync]), table.instance[sync], table.start_ns[sync], table.end_ns[sync]
+    )
+    aligned = clock_tools.align(found, ranks, [trace.host for trace in traces], strict=strict)
+    for sentence in aligned.refused:
+        health.note(f"clocks not aligned: {sentence}")
+    collectives = _collectives(table, order, groups, ranks, aligned.clocks, health)
+    named = name_axes(groups.groups, uses(table, traces), world, health)
+    return Job(tuple(traces), world, named, collectives, aligned.clocks, health, manifest=manifest or {})
+
+
+def _collectives(
+    table: Table,
+    order: np.ndarray,  # type: ignore[type-arg]
+    groups: Groups,
+    ranks: Sequence[int],
+    clocks: Mapping[int, Any],
+    health: Health,
+) -> Collectives:
+    """The table in its final order and shape: instances by first start, members by rank, times on the job's clock."""
+    start = clock_tools.apply(clocks, table.rank, table.start_ns)
+    end = clock_tools.apply(clocks, table.rank, table.end_ns)
+    instance = table.instance[order]
+    first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]]) if len(order) else np.zeros(0, np.int64)
+    begun = np.minimum.reduceat(start[order], first) if len(first) else first
+    number = np.empty(len(first), np.int64)
+    number[np.argsort(begun, kind="stable")] = np.arange(len(first))
+    renumbered = np.empty(len(order), np.int64)
+    renumbered[order] = np.repeat(number, np.diff(np.r_[first, len(order)]))
+    order = np.lexsort((table.rank, renumbered))
+    instance = renumbered[order]
+    first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]]) if len(order) else np.zeros(0, np.int64)
+    size = np.diff(np.r_[first, len(order)])
+    matched = np.repeat(_full(table, order, first, size, groups.groups, ranks), size)
+    alone = np.repeat(size == 1, size) & ~_single(table, order, groups.groups, len(ranks))
+    comparable = clock_tools.is_aligned(clocks, table.rank)[order]
+    comparable = np.repeat(np.logical_and.reduceat(comparable, first), size) if len(first) else comparable
+    wait, transfer = waits.split(
+        first,
+        size,
+        table.rank[order],
+        table.kind[order],
+        table.root[order],
+        start[order],
+        end[order],
+        comparable,
+        alone,
+    )
+    unmatched = int(np.sum(~matched))
+    if unmatched:
+        health.unmatched["members of collectives without all their partners"] += unmatched
+    take = {
+        name: getattr(table, name)[order]
+        for name in ("rank", "event", "host_event", "kind", "group", "seq", "bytes_in", "bytes_out")
+    }
+    return Collectives(
+        instance=instance,
+        start_ns=start[order],
+        end_ns=end[order],
+        wait_ns=wait,
+        transfer_ns=transfer,
+        matched=matched,
+        rung=rung_of(table),
+        unmatched=unmatched,
+        **take,
+    )
+
+
+def _full(
+    table: Table,
+    order: np.ndarray,  # type: ignore[type-arg]
+    first: np.ndarray,  # type: ignore[type-arg]
+    size: np.ndarray,  # type: ignore[type-arg]
+    groups: Sequence[Group],
+    ranks: Sequence[int],
+) -> np.ndarray:  # type: ignore[type-arg]
+    """For each instance whether all members that are present in the job are in it."""
+    present = set(ranks)
+    expected = np.array([len(present.intersection(group.members)) for group in groups] + [len(ranks)], np.int64)
+    lead = order[first] if len(first) else order[:0]
+    need = expected[np.where(table.group[lead] >= 0, table.group[lead], len(groups))]
+    p2p = np.isin(table.kind[lead], list(P2P))
+    peers = np.isin(table.peer[lead], list(present))
+    need = np.where(p2p, np.where(peers, 2, 1), need)
+    return size >= need
+
+
+def _single(table: Table, order: np.ndarray, groups: Sequence[Group], count: int) -> np.ndarray:  # type: ignore[type-arg]
+    """Members whose group holds nobody else."""
+    sizes = np.array([group.size for group in groups] + [count], np.int64)
+    lone = sizes[np.where(table.group[order] >= 0, table.group[order], len(groups))] == 1
+    return lone & ~np.isin(table.kind[order], list(P2P))
+
+
+def load_all(sources: Sequence[str | Path], **options: Any) -> list[Job]:
+    """Load several jobs; an input that can't be used raises as in `load`."""
+    return [load(source, **options) for source in sources]
+
+
+__all__ = ["KINDS", "ScaletraceError", "assemble", "load"]

@@ -1,0 +1,414 @@
+"""Turns a path into the files that form a job: what each file is, whose it is, and which capture it belongs to.
+
+Only the beginning of a file is read (and, for a plain one, its end), so a folder of large files costs as much as a
+folder of small ones. Content decides first, names second, and a regular expression of the caller before both.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from scaletrace.errors import InputError, UsageError
+from scaletrace.parse.health import Health
+
+SUFFIXES = (".json", ".json.gz", ".json.zst")
+_HEAD_BYTES = 64 * 1024
+_HEAD_LIMIT = 16 * 1024 * 1024
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One file: `kind` is "kineto", "flight recorder", "manifest", "execution trace" or "other" (with the reason)."""
+
+    path: Path
+    kind: str
+    why: str = ""
+    rank: int | None = None
+    world_size: int | None = None
+    rank_rule: str = ""
+    host: str = ""
+    first_ns: int = 0
+    header: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Files of one recording of one job: at most one per rank. `name` is its folder (and attempt or cycle)."""
+
+    name: str
+    files: tuple[Found, ...]
+    sidecars: tuple[Found, ...] = ()
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(f.rank for f in self.files if f.rank is not None))
+
+    @property
+    def world_size(self) -> int | None:
+        """What the files or the manifest say; None where neither does."""
+        said = [f.world_size for f in self.files if f.world_size]
+        expected = _ranks_in(self.manifest.get("ranks"), "expected")
+        return max([*said, len(expected) or 0]) or None
+
+    @property
+    def complete(self) -> bool:
+        """Every rank of the world has a file; where nothing states a size, the ranks are 0 … n-1."""
+        size = self.world_size
+        return len(self.ranks) == size if size else self.ranks == tuple(range(len(self.files)))
+
+
+def _ranks_in(value: Any, key: str) -> list[int]:
+    """Ranks under `key` of a manifest's `ranks`, written as a list or as a count."""
+    inner = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(inner, int) and not isinstance(inner, bool):
+        return list(range(inner))
+    return [r for r in inner if isinstance(r, int)] if isinstance(inner, list) else []
+
+
+# ---------------------------------------------------------------- what is this file
+
+
+def read_head(path: Path, size: int = _HEAD_BYTES) -> bytes:
+    """The first `size` bytes of the text, decompressed; a damaged stream gives what could be read.
+
+    Raises InputError when the file can't be opened.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+            file.seek(0)
+            if magic[:2] == b"\x1f\x8b":
+                return _gzip_head(gzip.GzipFile(fileobj=file), size)
+            if magic == b"\x28\xb5\x2f\xfd":
+                return _zstd_head(file, size)
+            return file.read(size)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; give a folder of Kineto files or one file") from error
+
+
+def _gzip_head(stream: gzip.GzipFile, size: int) -> bytes:
+    parts: list[bytes] = []
+    left = size
+    try:
+        while left > 0 and (part := stream.read1(min(left, 16384))):
+            parts.append(part)
+            left -= len(part)
+    except (EOFError, OSError, zlib.error):
+        pass  # the reader says what is lost; here the prefix is enough
+    return b"".join(parts)
+
+
+def _zstd_head(file: Any, size: int) -> bytes:
+    import zstandard
+
+    parts: list[bytes] = []
+    left = size
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(file) as stream:
+            while left > 0 and (part := stream.read(min(left, 16384))):
+                parts.append(part)
+                left -= len(part)
+    except zstandard.ZstdError:
+        pass
+    return b"".join(parts)
+
+
+def _value(text: str, key: str) -> Any:
+    """The JSON value after the first `"key":` of `text`, or None where it is absent, cut or broken."""
+    found = re.search(rf'"{re.escape(key)}"\s*:\s*', text)
+    if found is None:
+        return None
+    try:
+        return _DECODER.raw_decode(text, found.end())[0]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _tail(path: Path) -> str:
+    """The last bytes of a plain file; compressed ones have no cheap end."""
+    with path.open("rb") as file:
+        if file.read(2) in (b"\x1f\x8b", b"\x28\xb5"):
+            return ""
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - _HEAD_BYTES))
+        return file.read().decode("utf-8", "replace")
+
+
+def sniff(path: Path) -> Found:
+    """Say what `path` is from its beginning (and end)."""
+    size = _HEAD_BYTES
+    text = read_head(path, size).decode("utf-8", "replace")
+    while '"traceEvents"' not in text and len(text) >= size and size < _HEAD_LIMIT and '"distributedInfo"' in text:
+        size *= 4  # a world of thousands has lists of ranks longer than one read
+        text = read_head(path, size).decode("utf-8", "replace")
+    start = text.lstrip("\ufeff \t\r\n")
+    if not start:
+        return Found(path, "other", "empty")
+    at = start.find('"traceEvents"')
+    before = start if at < 0 else start[:at]
+    if start.startswith("["):
+        legacy = '"ph"' in start
+        return Found(path, "kineto" if legacy else "other", "" if legacy else "a JSON list without events")
+    if at < 0 or '"nodes"' in before:
+        return _not_kineto(path, start)
+    return _kineto(path, before, start[at:])
+
+
+def _not_kineto(path: Path, text: str) -> Found:
+    if '"entries"' in text and ('"pg_config"' in text or '"pg_status"' in text or '"comm_lib_version"' in text):
+        return Found(path, "flight recorder", rank=_rank_value(_value(text, "rank")))
+    if '"nodes"' in text and ("schema" in text or '"pid"' in text or "ctrl_deps" in text):
+        return Found(path, "execution trace", "a PyTorch or Chakra execution trace, not a Kineto trace")
+    if path.name.startswith("manifest"):
+        return Found(path, "manifest")
+    if '"distributedInfo"' in text or '"schemaVersion"' in text:
+        return Found(path, "kineto")
+    return Found(path, "other", "no traceEvents in it")
+
+
+def _rank_value(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _kineto(path: Path, before: str, events: str) -> Found:
+    info = _value(before, "distributedInfo")
+    base, host = _value(before, "baseTimeNanoseconds"), _value(before, "host_name")
+    if info is None or base is None:
+        tail = _tail(path)
+        info = _value(tail, "distributedInfo") if info is None else info
+        base = _value(tail, "baseTimeNanoseconds") if base is None else base
+        host = _value(tail, "host_name") if host is None else host
+    info = info if isinstance(info, Mapping) else {}
+    first = re.search(r'"ts"\s*:\s*"?([0-9]+)', events)
+    rank = _rank_value(info.get("rank"))
+    return Found(
+        path,
+        "kineto",
+        rank=rank,
+        world_size=_rank_value(info.get("world_size")),
+        rank_rule="distributedInfo" if rank is not None else "",
+        host=host if isinstance(host, str) else "",
+        first_ns=(base if isinstance(base, int) else 0) + (int(first[1]) * 1000 if first else 0),
+        header={"distributedInfo": info} if info else {},
+    )
+
+
+# ---------------------------------------------------------------- which files are there
+
+
+def list_files(source: str | Path | Sequence[str | Path]) -> tuple[Path, list[Path]]:
+    """The root folder and the files with a JSON ending below `source` (a folder, file, glob, or several of them)."""
+    if not isinstance(source, str | Path):
+        found = [path for one in source for path in list_files(one)[1]]
+        if not found:
+            raise InputError("no files given; name a folder of Kineto files or the files themselves")
+        root = Path(*_common([path.parent for path in found]))
+        return root, sorted(set(found))
+    path = Path(source)
+    if path.is_dir():
+        return path, sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
+    if path.exists():
+        return path.parent, [path]
+    hits = sorted(Path(hit) for hit in glob.glob(str(source), recursive=True)) if glob.has_magic(str(source)) else []
+    if not hits:
+        raise InputError(f"{path}: no such file or folder; give a folder of Kineto files, one file or a glob")
+    return list_files(hits)
+
+
+def _common(folders: Sequence[Path]) -> tuple[str, ...]:
+    parts = [folder.parts for folder in folders]
+    shared = [names[0] for names in zip(*parts, strict=False) if len(set(names)) == 1]
+    return tuple(shared) or (".",)
+
+
+# ---------------------------------------------------------------- whose is it
+
+
+_LABELLED = re.compile(r"(?:^|[^a-z])(?:global[_-]?)?(?:rank|r)[_-]?(\d+)(?![0-9])", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+")
+_HOST_PID = re.compile(r"^(libkineto_trace_|libkineto_activities_)|\.\d{13,}\.pt\.trace\.json")
+
+
+def _stem(path: Path) -> str:
+    return re.sub(r"(\.pt)?(\.trace)?\.json(\.gz|\.zst)?$", "", path.name)
+
+
+def ranks_from_names(paths: Sequence[Path]) -> tuple[list[int | None], str]:
+    """Ranks read from the file names of one capture, and the rule that gave them ("" where names do not tell).
+
+    A number after "rank" or "r" wins. Otherwise the standing-alone number that differs in every name; names that end
+    in host and process id, as dynolog and the TensorBoard handler write them, hold no rank.
+    Raises UsageError when two numbers qualify.
+    """
+    labelled = [_LABELLED.search(_stem(path)) for path in paths]
+    ranks = [int(found[1]) if found else None for found in labelled]
+    if all(rank is not None for rank in ranks) and len(set(ranks)) == len(ranks):
+        return ranks, "file name (after “rank”)"
+    if len(paths) < 2 or any(_HOST_PID.search(path.name) for path in paths):
+        return [None] * len(paths), ""
+    columns = _number_columns([_stem(path) for path in paths])
+    varying = [column for column in columns if len(set(column)) == len(paths)]
+    if not varying:
+        return [None] * len(paths), ""
+    if len(varying) > 1:
+        shown = " or ".join(str(sorted(column)[:4]) for column in varying)
+        raise UsageError(
+            f"{paths[0].parent}: {shown} in the file names could be the ranks; say which with --rank-regex '…(\\d+)…'"
+        )
+    return list(varying[0]), "the only number that differs in every file name"
+
+
+def _number_columns(stems: Sequence[str]) -> list[list[int]]:
+    """Numbers that stand alone (not glued to letters, as in node02), by their position counted from the end."""
+    rows: list[list[int]] = []
+    for stem in stems:
+        rows.append([int(n[0]) for n in _NUMBER.finditer(stem) if n.start() == 0 or not stem[n.start() - 1].isalpha()])
+    depth = min(len(row) for row in rows)
+    return [[row[-1 - i] for row in rows] for i in range(depth)]
+
+
+def _by_regex(files: Sequence[Found], rank_regex: str) -> list[Found]:
+    try:
+        pattern = re.compile(rank_regex)
+    except re.error as error:
+        raise UsageError(f"--rank-regex {rank_regex!r} is not a regular expression: {error}") from error
+    if pattern.groups != 1:
+        raise UsageError(
+            f"--rank-regex {rank_regex!r} needs exactly one group, around the rank: for example 'r(\\d+)_'"
+        )
+    out = []
+    for file in files:
+        hit = pattern.search(file.path.name) or pattern.search(str(file.path))
+        if hit is None or not hit[1].isdigit():
+            raise UsageError(f"{file.path}: --rank-regex {rank_regex!r} finds no rank in this name")
+        out.append(replace(file, rank=int(hit[1]), rank_rule="--rank-regex"))
+    return out
+
+
+# ---------------------------------------------------------------- captures
+
+
+def discover(
+    source: str | Path | Sequence[str | Path], health: Health, rank_regex: str | None = None
+) -> dict[str, Capture]:
+    """All captures below `source` by name, in the order in which they were recorded.
+
+    Files that are no traces are listed in `health`; nothing but heads and tails is read.
+    Raises InputError when no trace is found, UsageError when names are ambiguous.
+    """
+    root, paths = list_files(source)
+    found = [sniff(path) for path in paths]
+    for file in found:
+        if file.kind in ("other", "execution trace"):
+            health.dropped["files that are no Kineto traces"] += 1
+            health.note(f"{_relative(file.path, root)}: skipped, {file.why}")
+    traces = [file for file in found if file.kind == "kineto"]
+    if not traces:
+        seen = Counter(file.kind for file in found)
+        raise InputError(
+            f"{root}: no Kineto trace found ({dict(seen) or 'no JSON files'}); record one with `scaletrace collect`"
+        )
+    if rank_regex is not None:
+        traces = _by_regex(traces, rank_regex)
+    folders: dict[Path, list[Found]] = defaultdict(list)
+    for file in traces:
+        folders[file.path.parent].append(file)
+    captures: dict[str, Capture] = {}
+    for folder in sorted(folders, key=lambda p: _natural(str(p))):
+        name = _relative(folder, root)
+        for suffix, files in _split(folders[folder], named=rank_regex is None):
+            label = f"{name}{suffix}" if name != "." else suffix.lstrip(":") or "."
+            captures[label] = Capture(label, tuple(files), *_beside(folder, found))
+    return dict(sorted(captures.items(), key=lambda kv: (min(f.first_ns for f in kv[1].files), _natural(kv[0]))))
+
+
+def _relative(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def _beside(folder: Path, found: Sequence[Found]) -> tuple[tuple[Found, ...], dict[str, Any]]:
+    """Flight-recorder dumps and the manifest of a folder, which may also lie in its `fr` folder or one level up."""
+    near = {folder, folder / "fr", folder.parent, folder.parent / "fr"}
+    dumps = [file for file in found if file.kind == "flight recorder" and file.path.parent in near]
+    own = [file for file in dumps if file.path.parent in (folder, folder / "fr")]
+    for place in (folder, folder.parent):
+        path = place / "manifest.json"
+        if path.is_file():
+            try:
+                loaded = json.loads(path.read_bytes())
+            except ValueError:
+                continue
+            if isinstance(loaded, dict):
+                return tuple(own or dumps), loaded
+    return tuple(own or dumps), {}
+
+
+def _split(files: list[Found], named: bool) -> list[tuple[str, list[Found]]]:
+    """Divide the traces of one folder into captures with at most one file a rank."""
+    unknown = [file for file in files if file.rank is None]
+    if unknown and named:
+        ranks, rule = ranks_from_names([file.path for file in unknown])
+        taken = {file.rank for file in files}
+        if rule and not taken.intersection(ranks):
+            renamed = {f.path: replace(f, rank=r, rank_rule=rule) for f, r in zip(unknown, ranks, strict=True)}
+            files = [renamed.get(file.path, file) for file in files]
+    by_rank = Counter(file.rank for file in files if file.rank is not None)
+    if not by_rank or max(by_rank.values()) == 1:
+        return [("", files)]
+    return _repeated(files)
+
+
+def _repeated(files: list[Found]) -> list[tuple[str, list[Found]]]:
+    """Several files for one rank: the same text around the numbers is one series, its k-th file by time the k-th cycle."""
+    series: dict[str, list[Found]] = defaultdict(list)
+    for file in files:
+        series[_NUMBER.sub("#", _stem(file.path))].append(file)
+    out: list[tuple[str, list[Found]]] = []
+    for shape in sorted(series):
+        rows: dict[int | None, list[Found]] = defaultdict(list)
+        for file in sorted(series[shape], key=lambda f: (f.first_ns, _natural(f.path.name))):
+            rows[file.rank].append(file)
+        depth = max(len(row) for row in rows.values())
+        for k in range(depth):
+            # counted from the newest, so that a rank that began late still pairs with its peers
+            members = [row[len(row) - depth + k] for row in rows.values() if len(row) - depth + k >= 0]
+            tag = shape if len(series) > 1 else ""
+            out.append((f":{tag}{f'#{k}' if depth > 1 else ''}", members))
+    return out
+
+
+def choose(captures: Mapping[str, Capture], wanted: str | None, health: Health) -> Capture:
+    """The capture to load: the one asked for, else the newest complete one, else the newest with most ranks."""
+    if wanted is not None:
+        hits = [c for name, c in captures.items() if name == wanted or name.rsplit("/", 1)[-1] == wanted]
+        if len(hits) != 1:
+            raise UsageError(f"capture {wanted!r} is not here; there are: {', '.join(captures)}")
+        return hits[0]
+    if len(captures) == 1:
+        return next(iter(captures.values()))
+    newest = list(captures.values())[::-1]
+    complete = [capture for capture in newest if capture.complete]
+    best = complete[0] if complete else max(newest, key=lambda c: len(c.files))
+    rule = "newest complete one" if complete else "none is complete; this one has most ranks"
+    health.guessed["captures chosen among several"] += 1
+    health.note(
+        f"{len(captures)} captures ({', '.join(captures)}): {best.name} used ({rule}); --capture NAME takes another"
+    )
+    return best

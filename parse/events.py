@@ -23,25 +23,33 @@ TIME_UNKNOWN = np.iinfo(np.int64).min
 """`ts_ns` of a record that carries no usable time (Kineto writes ts 0, dur 0 for some GPU records)."""
 
 
+_DENSE = {"correlation": "correlation", "External id": "external_id", "stream": "stream", "device": "device"}
+
+
 def _categorical(codes: CodeArray, labels: Sequence[str]) -> pd.Categorical[str]:
     return pd.Categorical.from_codes(codes, categories=pd.Index(list(labels), dtype=object))
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One track of the trace: a thread, or a stream of a device. `pid` and `tid` stay as written (int or str)."""
+    """One track of the trace: a thread, or a stream of a device. `pid` and `tid` stay as written (int or str).
+
+    Where the trace gives none they are "". `process` is the process's name and label ("python CPU", "python GPU 0").
+    """
 
     pid: int | str
     tid: int | str
     name: str = ""
+    process: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Arg:
     """One argument key as a sparse column: which event rows carry it, and with what value.
 
-    `rows` is ascending. `values` holds int64 (uint64 where a value needs it), or int32 codes into `Events.strings`
-    where `is_text`; lists such as "Input Dims" are texts holding the JSON as written, without white space.
+    `rows` is ascending. `values` holds int64 (uint64 where a value needs it), float64 for quantities such as
+    "blocks per SM", or int32 codes into `Events.strings` where `is_text`; lists such as "Input Dims" are texts holding
+    the JSON as written, without white space.
     """
 
     rows: Int32Array
@@ -115,11 +123,26 @@ class Events:
         return np.isin(self.name, codes)
 
     def ints(self, key: str, missing: int = MISSING) -> IntArray:
-        """Argument `key` as a dense int64[n], `missing` where an event lacks it; text arguments count as lacking."""
+        """Argument `key` as a dense int64[n], `missing` where an event lacks it; other than integers count as lacking.
+
+        uint64 values wrap around; take them from `args[key].values` where they are ids to show.
+        """
+        column = _DENSE.get(key)
+        if column is not None:
+            dense: IntArray = getattr(self, column)
+            return dense.copy() if missing == MISSING else np.where(dense == MISSING, missing, dense)
         out = np.full(len(self), missing, np.int64)
         arg = self.args.get(key)
-        if arg is not None and not arg.is_text:
+        if arg is not None and not arg.is_text and arg.values.dtype.kind in "iu":
             out[arg.rows] = arg.values.astype(np.int64)
+        return out
+
+    def reals(self, key: str) -> npt.NDArray[np.float64]:
+        """Numeric argument `key` as a dense float64[n], NaN where an event lacks it."""
+        out = np.full(len(self), np.nan)
+        arg = self.args.get(key)
+        if arg is not None and not arg.is_text:
+            out[arg.rows] = arg.values
         return out
 
     def texts(self, key: str) -> CodeArray:

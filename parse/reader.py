@@ -1,123 +1,107 @@
-"""Turns the bytes of one Kineto file into an event table and its header."""
+"""Turns one Kineto file, however it is compressed, formatted or damaged, into an event table and its header."""
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from scaletrace.errors import CorruptTraceError, InputError
-from scaletrace.parse.events import Arg, Events, Flows, Lane
+from scaletrace.errors import CorruptTraceError, NotATraceError
+from scaletrace.parse import scan
+from scaletrace.parse.document import Document, Walker
+from scaletrace.parse.events import Events, IntArray
 from scaletrace.parse.health import Health
+from scaletrace.parse.limits import DEFAULT, Limits
+from scaletrace.parse.pieces import Damage, opened, pieces
+from scaletrace.parse.table import build
+
+_MAX_BASE_NS = 4_000_000_000_000_000_000
+_ABSOLUTE_NS = 1_000_000_000_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """One file as read: events, the top-level keys beside them, and what had to be done."""
+    """One file as read: events, the top-level keys beside them, and what had to be done.
+
+    `records` counts all entries of the event list that were read, flow arrows and metadata included.
+    `offsets` int64[n]: where each event's text starts in the decompressed document.
+    `legacy` marks the list-at-root form, whose times count from the profiler's start and can't be aligned over ranks.
+    """
 
     source: str
     events: Events
-    header: dict[str, Any]
+    header: Mapping[str, Any]
     health: Health = field(default_factory=Health)
+    records: int = 0
+    truncated: bool = False
+    legacy: bool = False
+    offsets: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-def _ns(value: Any) -> int:
-    return int((Decimal(str(value)) * 1000).to_integral_value())
+def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: Limits = DEFAULT) -> TraceFile:
+    """Read one trace from a path, an fsspec URL or a binary stream; plain, gzip or zstd.
 
-
-def read_file(source: str | Path, *, strict: bool = False) -> TraceFile:
-    """Read one rank's trace.
-
-    Raises InputError when the file can't be opened and CorruptTraceError when it holds no readable trace.
+    Damage is repaired event by event and counted in `health`; `strict` refuses it with the byte offset instead.
+    Raises InputError (can't be opened), NotATraceError (something else), CorruptTraceError and LimitError.
     """
-    path = Path(source)
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; give a folder of Kineto files or one file") from error
-    text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise CorruptTraceError(f"{path}: not valid JSON ({error})") from error
-    header = {k: v for k, v in document.items() if k != "traceEvents"}
-    return TraceFile(str(path), _table(document["traceEvents"], int(header.get("baseTimeNanoseconds") or 0)), header)
-
-
-def _table(raw: list[dict[str, Any]], base_ns: int) -> Events:
-    strings: dict[str, int] = {}
-    cats: dict[str, int] = {}
-    lanes: dict[tuple[Any, Any], int] = {}
-    lane_names: dict[tuple[Any, Any], str] = {}
-    columns: dict[str, list[int]] = defaultdict(list)
-    arg_rows: dict[str, list[tuple[int, Any]]] = defaultdict(list)
-    flows: list[tuple[int, int, int, int, bool]] = []
-
-    def code(table: dict[Any, int], key: Any) -> int:
-        return table.setdefault(key, len(table))
-
-    events = [e for e in raw if e.get("ph") not in ("M", "s", "f", "t")]
-    events.sort(key=lambda e: (e.get("ts", 0), -float(e.get("dur") or 0), str(e.get("tid")), str(e.get("name"))))
-    for e in raw:
-        if e.get("ph") == "M" and e.get("name") == "thread_name":
-            lane_names[(e["pid"], e["tid"])] = e["args"]["name"]
-        elif e.get("ph") in ("s", "f", "t"):
-            lane = code(lanes, (e["pid"], e["tid"]))
-            flows.append((code(cats, e["cat"]), int(e["id"]), lane, base_ns + _ns(e["ts"]), e["ph"] == "s"))
-    for row, e in enumerate(events):
-        args = e.get("args") or {}
-        columns["ph"].append(ord(e.get("ph", "X")))
-        columns["cat"].append(code(cats, e.get("cat") or ""))
-        columns["name"].append(code(strings, str(e.get("name"))))
-        columns["lane"].append(code(lanes, (e.get("pid", 0), e.get("tid", 0))))
-        columns["ts_ns"].append(base_ns + _ns(e.get("ts", 0)))
-        columns["dur_ns"].append(_ns(e.get("dur") or 0))
-        for column, key in (
-            ("correlation", "correlation"),
-            ("external_id", "External id"),
-            ("stream", "stream"),
-            ("device", "device"),
-        ):
-            value = args.get(key)
-            columns[column].append(value if isinstance(value, int) else -1)
-        for key, value in args.items():
-            arg_rows[key].append((row, value))
-    built: dict[str, Arg] = {}
-    for key, pairs in arg_rows.items():
-        rows = np.array([row for row, _ in pairs], np.int32)
-        if all(isinstance(v, int) for _, v in pairs):
-            big = any(v >= 2**63 for _, v in pairs)
-            built[key] = Arg(rows, np.array([v for _, v in pairs], np.uint64 if big else np.int64))
-        else:
-            codes = [code(strings, v if isinstance(v, str) else json.dumps(v, separators=(",", ":"))) for _, v in pairs]
-            built[key] = Arg(rows, np.array(codes, np.int32), is_text=True)
-    cat, id_, lane_, ts, is_start = zip(*flows, strict=True) if flows else ((),) * 5
-    return Events(
-        ph=np.array(columns["ph"], np.uint8),
-        cat=np.array(columns["cat"], np.int32),
-        name=np.array(columns["name"], np.int32),
-        lane=np.array(columns["lane"], np.int32),
-        ts_ns=np.array(columns["ts_ns"], np.int64),
-        dur_ns=np.array(columns["dur_ns"], np.int64),
-        correlation=np.array(columns["correlation"], np.int64),
-        external_id=np.array(columns["external_id"], np.int64),
-        stream=np.array(columns["stream"], np.int64),
-        device=np.array(columns["device"], np.int64),
-        strings=tuple(strings),
-        cats=tuple(cats),
-        lanes=tuple(Lane(pid, tid, lane_names.get((pid, tid), "")) for pid, tid in lanes),
-        args=built,
-        flows=Flows(
-            np.array(cat, np.int32),
-            np.array(id_, np.int64),
-            np.array(lane_, np.int32),
-            np.array(ts, np.int64),
-            np.array(is_start, np.bool_),
-        ),
+    name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "stream"))
+    health, damage = Health(), Damage()
+    with opened(source) as stream:
+        document = Walker(pieces(stream, name, limits, damage), name, limits, strict, health).run()
+    if damage.reason:
+        if strict:
+            raise CorruptTraceError(f"{name}: {damage.reason}; read it without --strict to keep the readable prefix")
+        health.note(f"truncated: {damage.reason}; the readable prefix is used")
+    document.table.drain()
+    if not document.has_events:
+        raise NotATraceError(f"{name}: JSON without a list of traceEvents; give a Kineto trace")
+    if document.list_at_root and not document.table.records:
+        raise NotATraceError(f"{name}: a list without trace events; give a Kineto trace")
+    _count(document, health)
+    base_ns = _base_ns(document, health)
+    events, offsets = build(document.table, base_ns, health)
+    return TraceFile(
+        source=name,
+        events=events,
+        header=document.header,
+        health=health,
+        records=document.table.records,
+        truncated=document.truncated or bool(damage.reason),
+        legacy=document.list_at_root,
+        offsets=offsets,
     )
+
+
+def _count(document: Document, health: Health) -> None:
+    stats = document.table.work.stats
+    for kind, at, reason in (
+        ("repaired", scan.CONTROLS, "strings with raw control characters"),
+        ("repaired", scan.BAD_ESCAPES, "strings with unknown escapes"),
+        ("repaired", scan.SURROGATES, "strings with half a surrogate pair"),
+        ("guessed", scan.NO_PHASE, "records without a phase taken as spans"),
+        ("clipped", scan.CAPPED, "times beyond 64 bits"),
+        ("dropped", scan.HUGE, "integers beyond 64 bits left out of the columns"),
+        ("dropped", scan.NO_TIME, "records without a time or id"),
+    ):
+        if stats[at]:
+            getattr(health, kind)[reason] += int(stats[at])
+    if document.list_at_root:
+        health.note(
+            "legacy trace (list at the root): times count from the profiler's start, not alignable across ranks"
+        )
+
+
+def _base_ns(document: Document, health: Health) -> int:
+    """baseTimeNanoseconds wherever it stood, 0 for older files, whose times are absolute."""
+    value = document.header.get("baseTimeNanoseconds")
+    try:
+        base_ns = int(value or 0)
+    except (TypeError, ValueError):
+        base_ns = _MAX_BASE_NS
+    if abs(base_ns) >= _MAX_BASE_NS:
+        health.dropped["unusable baseTimeNanoseconds"] += 1
+        return 0
+    return base_ns

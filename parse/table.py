@@ -1,0 +1,236 @@
+"""Turns raw columns in file order into the event table, in an order and with codes that the content alone decides."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.parse import tidy
+from scaletrace.parse.events import (
+    TIME_UNKNOWN,
+    Arg,
+    BoolArray,
+    CodeArray,
+    Events,
+    Flows,
+    Int32Array,
+    IntArray,
+    Lane,
+)
+from scaletrace.parse.health import Health
+from scaletrace.parse.rawtable import RawTable
+from scaletrace.parse.scan import MISSING, TAG_TEXT, TAG_UINT
+from scaletrace.parse.scan_keys import KINDS, LABELS_KEY, NAME_KEY, NAMES, REAL, TEXT
+
+_META_ONLY = (NAME_KEY, LABELS_KEY)
+_WINDOW_END = b"Record Window End"
+
+
+def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArray]:
+    """(events, document offset of each event's text). Empties `table`."""
+    table.drain()
+    n = table.events
+    ph = table.take("ph", np.uint8)
+    ts, dur, content = table.take("ts"), table.take("dur"), table.take("content", np.uint64)
+    dense, offset = table.take("dense"), table.take("offset")
+    names, cats, lanes = (table.take(column, np.int32) for column in ("name", "cat", "lane"))
+    flow_columns = {column: table.take(f"flow_{column}") for column in ("ph", "cat", "lane", "id", "ts")}
+    raw_args = {number: table.take_arg(number) for number in range(len(NAMES)) if number not in _META_ONLY}
+    ts = tidy.mark_unknown(ts, health)
+    dur = tidy.clip(ph, ts, dur, _window_end(table, ph, names), health)
+    ts = np.where(ts == TIME_UNKNOWN, ts, ts + base_ns)
+
+    strings, recode = _strings(table, names, raw_args, health)
+    names = recode[names]
+    cat_texts, cat_recode = _cats(table, cats, flow_columns["cat"])
+    cats = cat_recode[cats]
+    lane_list, lane_recode = _lanes(table, lanes, flow_columns["lane"])
+    lanes = lane_recode[lanes]
+    order = _order(ts, dur, (lanes, names, cats, ph, *dense.T, content))
+    place = np.empty(n, np.int32)
+    place[order] = np.arange(n, dtype=np.int32)
+    args = {}
+    for number, raw in raw_args.items():
+        arg = None if raw is None else _arg(NAMES[number], *raw, place, recode)
+        if arg is not None:
+            args[NAMES[number]] = arg
+    events = Events(
+        ph=ph[order],
+        cat=cats[order],
+        name=names[order],
+        lane=lanes[order],
+        ts_ns=ts[order],
+        dur_ns=dur[order],
+        correlation=dense[order, 0],
+        external_id=dense[order, 1],
+        stream=dense[order, 2],
+        device=dense[order, 3],
+        strings=strings,
+        cats=cat_texts,
+        lanes=lane_list,
+        args=args,
+        flows=_flows(flow_columns, cat_recode, lane_recode, base_ns),
+    )
+    return events, offset[order]
+
+
+def _window_end(table: RawTable, ph: npt.NDArray[np.uint8], names: Int32Array) -> BoolArray:
+    instants = np.flatnonzero(ph != ord("X"))
+    codes = [code for code in np.unique(names[instants]).tolist() if table.text(code) == _WINDOW_END]
+    mask = np.zeros(len(ph), np.bool_)
+    mask[instants] = np.isin(names[instants], codes)
+    return mask
+
+
+def _order(ts: IntArray, dur: IntArray, ties: tuple[npt.NDArray[Any], ...]) -> IntArray:
+    """Positions sorted by ts, longest first, then by `ties`; only rows that share a ts pay for the ties."""
+    order = np.argsort(ts, kind="stable")
+    sorted_ts = ts[order]
+    same = np.zeros(len(ts) + 1, np.bool_)
+    same[1:-1] = sorted_ts[1:] == sorted_ts[:-1]
+    shared = same[:-1] | same[1:]
+    at = np.flatnonzero(shared)
+    rows = order[at]
+    keys = [key[rows] for key in ties]
+    order[at] = rows[np.lexsort((*reversed(keys), -dur[rows], ts[rows]))]
+    return order
+
+
+def _strings(
+    table: RawTable, names: Int32Array, raw_args: dict[int, Any], health: Health
+) -> tuple[tuple[str, ...], CodeArray]:
+    """(sorted texts of names and text arguments, new code of every old one; [-1] is the code of "" if needed)."""
+    used = np.zeros(int(table.work.strings.used[0]) + 1, np.bool_)
+    used[names] = True
+    for raw in raw_args.values():
+        if raw is not None:
+            _, tags, values = raw
+            used[values[tags == TAG_TEXT]] = True
+    needs_empty, used = bool(used[-1]), used[:-1]
+    raw_texts, codes = table.texts(used)
+    texts, broken = [], 0
+    for raw_text in raw_texts:
+        try:
+            texts.append(raw_text.decode())
+        except UnicodeDecodeError:
+            texts.append(raw_text.decode("utf-8", "replace"))
+            broken += 1
+    if broken:
+        health.repaired["texts that are not UTF-8"] += broken
+    distinct = sorted({*texts, ""} if needs_empty else set(texts))
+    position = {text: code for code, text in enumerate(distinct)}
+    recode = np.full(len(used) + 1, MISSING, np.int32)
+    recode[codes] = [position[text] for text in texts]
+    if needs_empty:
+        recode[-1] = position[""]
+    return tuple(distinct), recode
+
+
+def _cats(table: RawTable, cats: Int32Array, flow_cats: IntArray) -> tuple[tuple[str, ...], CodeArray]:
+    codes = np.union1d(cats, flow_cats).astype(np.int64)
+    texts = [table.text(code).decode("utf-8", "replace") for code in codes.tolist()]
+    distinct = sorted(set(texts))
+    recode = np.full(int(table.work.strings.used[0]) + 1, MISSING, np.int32)
+    recode[codes] = [distinct.index(text) for text in texts]
+    return tuple(distinct), recode
+
+
+def _lanes(table: RawTable, lanes: Int32Array, flow_lanes: IntArray) -> tuple[tuple[Lane, ...], CodeArray]:
+    used = np.union1d(lanes, flow_lanes).astype(np.int64)
+    pair = table.work.lanes.pair
+    tokens = {code: _pid_tid(table, int(pair[code])) for code in range(int(table.work.lanes.used[0]))}
+    names, processes = _lane_names(table, tokens)
+    distinct = sorted({tokens[code] for code in used.tolist()}, key=_lane_key)
+    position = {key: at for at, key in enumerate(distinct)}
+    recode = np.full(len(tokens) + 1, MISSING, np.int32)
+    for code in used.tolist():
+        recode[code] = position[tokens[code]]
+    made = tuple(Lane(pid, tid, names.get((pid, tid), ""), processes.get(pid, "")) for pid, tid in distinct)
+    return made, recode
+
+
+def _lane_key(key: tuple[int | str, int | str]) -> tuple[bool, int | str, bool, int | str]:
+    pid, tid = key
+    return isinstance(pid, str), pid, isinstance(tid, str), tid
+
+
+def _pid_tid(table: RawTable, pair: int) -> tuple[int | str, int | str]:
+    low = pair & 0xFFFFFFFF
+    return _id(table.text(pair >> 32)), _id(table.text(MISSING if low == 0xFFFFFFFF else low))
+
+
+def _id(token: bytes) -> int | str:
+    """A pid or tid as written; "" where it is absent or null."""
+    text = token.decode("utf-8", "replace")
+    if re.fullmatch(r"-?\d{1,30}", text):
+        return int(text)
+    try:
+        value = json.loads(text, strict=False) if text else None
+    except ValueError:
+        return text
+    return "" if value is None else value if isinstance(value, str) else text
+
+
+def _lane_names(
+    table: RawTable, tokens: dict[int, tuple[int | str, int | str]]
+) -> tuple[dict[tuple[int | str, int | str], str], dict[int | str, str]]:
+    """(thread name of each lane, "name label" of each process).
+
+    A thread may be named twice, first after its process and then after its work; the name that fewer threads bear wins.
+    """
+    kind, lane, value = (table.take(f"meta_{column}", np.int32).tolist() for column in ("name", "lane", "value"))
+    threads: set[tuple[tuple[int | str, int | str], str]] = set()
+    processes: dict[int | str, dict[str, set[str]]] = {}
+    for k, lane_code, code in zip(kind, lane, value, strict=True):
+        what, text = table.text(k), table.text(code).decode("utf-8", "replace")
+        key = tokens[lane_code]
+        if what == b"thread_name" and text:
+            threads.add((key, text))
+        elif what in (b"process_name", b"process_labels") and text:
+            processes.setdefault(key[0], {}).setdefault(what.decode(), set()).add(text)
+    bearers = Counter(re.sub(r"\d+", "", text) for _, text in threads)
+    names: dict[tuple[int | str, int | str], str] = {}
+    for key, text in sorted(threads, key=lambda item: (-bearers[re.sub(r"\d+", "", item[1])], item[1])):
+        names[key] = text
+    labelled = {
+        pid: " ".join(sorted(kinds.get("process_name", ())) + sorted(kinds.get("process_labels", ())))
+        for pid, kinds in processes.items()
+    }
+    return names, labelled
+
+
+def _arg(
+    key: str,
+    rows: Int32Array,
+    tags: npt.NDArray[np.uint8],
+    values: npt.NDArray[Any],
+    place: Int32Array,
+    recode: CodeArray,
+) -> Arg | None:
+    """One argument's column in table order; of a key that stands twice in an event the last value counts."""
+    rows = place[rows]
+    if len(rows) > 1:
+        by_row = np.argsort(rows, kind="stable")
+        rows, tags, values = rows[by_row], tags[by_row], values[by_row]
+        last = np.append(rows[1:] != rows[:-1], True)
+        if not last.all():
+            rows, tags, values = rows[last], tags[last], values[last]
+    if KINDS[key] == TEXT:
+        return Arg(rows, recode[values], is_text=True)
+    if KINDS[key] == REAL:
+        return Arg(rows, values.view(np.float64))
+    if (tags == TAG_UINT).any():
+        keep = (tags == TAG_UINT) | (values >= 0)
+        return Arg(rows[keep], values[keep].view(np.uint64))
+    return Arg(rows, values)
+
+
+def _flows(raw: dict[str, npt.NDArray[Any]], cats: CodeArray, lanes: CodeArray, base_ns: int) -> Flows:
+    cat, lane, is_start = cats[raw["cat"]], lanes[raw["lane"]], raw["ph"] == ord("s")
+    order = np.lexsort((lane, ~is_start, raw["ts"], raw["id"], cat))
+    return Flows(cat[order], raw["id"][order], lane[order], raw["ts"][order] + base_ns, is_start[order])

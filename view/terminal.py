@@ -142,12 +142,12 @@ def breakdown_table(doc: Document, width: int = 26) -> RenderableType:
         drawn = drawn_parts(part)
         legend.update({label: colour for _, label, colour, value in drawn if value})
         table.add_row(*(Text(cell) for cell in cells), bar([(value, colour) for _, _, colour, value in drawn], width))
-    key = Text("  ")
+    colours = Text("  ")
     for _, label, colour in PARTS:
         if label in legend:
-            key.append("█ ", style=colour).append(f"{label}  ")
+            colours.append("█ ", style=colour).append(f"{label}  ")
     rest = [Text(f"  {len(shown)} of {len(every)} ranks shown")] if len(shown) < len(every) else []
-    return Group(_titled("Where time went", table), key, *rest)
+    return Group(_titled("Where time went", table), colours, *rest)
 
 
 def collectives_table(doc: Document) -> RenderableType:

@@ -1,0 +1,277 @@
+"""Draws timelines onto a sink: a group a rank, a track a lane, arrows, counters, and the critical path above them all.
+
+Tracks hang under top-level groups whose names sort as they should be seen ("Critical path", "rank 00", "rank 01", …),
+since the Perfetto UI orders the groups of real processes by their number of slices. Each rank is named as a process too,
+so that SQL can count and join. Measured, replayed and projected tracks of one lane are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scaletrace.parse.events import IntArray
+from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.view.counters import loads_of, rank_curves
+from scaletrace.view.flows import edge_flows, join, rendezvous_flows
+from scaletrace.view.layout import Rows, Variant, lane_key, lay_out, split_crossing
+from scaletrace.view.sink import Argument, FloatArray, Flow, Sink, Slices, rows_where
+
+PATH_GROUP = "Critical path"
+"""Name of the critical path's track; "Why" and the steps hang under it."""
+
+_CATEGORY = {
+    NodeKind.HOST: "host",
+    NodeKind.LAUNCH: "launch",
+    NodeKind.WAIT: "wait",
+    NodeKind.KERNEL: "kernel",
+    NodeKind.COPY: "copy",
+    NodeKind.TRANSFER: "comm",
+    NodeKind.STALL: "stall",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A critical path to draw: k pieces that follow each other in time.
+
+    node int64[k] is the node that a piece stands for, -1 for a gap; start_ns, end_ns int64[k].
+    label: text of each piece; why: what held it back, or what the gap is.
+    """
+
+    node: IntArray
+    start_ns: IntArray
+    end_ns: IntArray
+    label: Sequence[str]
+    why: Sequence[str]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What was drawn, for the report: a count of each, and the arrows that would have pointed back in time."""
+
+    slices: int = 0
+    flows: int = 0
+    flows_backward: int = 0
+    counter_steps: int = 0
+    processes: int = 0
+    tracks: int = 0
+    extra_tracks: int = 0
+
+
+@dataclass(slots=True)
+class Scene:
+    """Draws variants of one job onto `sink`. Flow ids are handed out in the order of drawing."""
+
+    sink: Sink
+    counters: bool = True
+    drawn: Drawn = field(default_factory=Drawn)
+    _next_flow: int = 1
+
+    def draw(self, variants: Sequence[Variant], path: Path | None, ranks: Sequence[int] | None) -> Drawn:
+        """Draw everything; the path belongs to the first variant."""
+        laid = [lay_out(variant, ranks) for variant in variants]
+        chain = self._path_flows(laid[0], path) if path is not None and laid else None
+        self._path_group(laid, path, chain[1] if chain else None)
+        tracks = self._rank_tracks(laid)
+        for index, rows in enumerate(laid):
+            self._rows(rows, tracks[index], chain[0] if chain and index == 0 else None)
+        return self.drawn
+
+    def _track(self, name: str, parent: int = 0, order: int = 0, unit: str = "", description: str = "") -> int:
+        self.drawn.tracks += 1
+        return self.sink.track(name, parent, order, unit, description)
+
+    def _slices(self, batch: Slices) -> None:
+        self.sink.slices(batch)
+        self.drawn.slices += len(batch)
+
+    # The critical path and the steps
+
+    def _path_flows(self, rows: Rows, path: Path) -> tuple[Flow, Flow]:
+        """(flows of the nodes' slices, flows of the path's slices): each piece points at the slice it stands for."""
+        target = np.where(path.node >= 0, rows.row_of[np.maximum(path.node, 0)], -1)
+        piece = rows_where(target >= 0)
+        ids = self._next_flow + np.arange(len(piece), dtype=np.int64)
+        self._next_flow += len(piece)
+        self.drawn.flows += len(piece)
+        order = np.argsort(target[piece], kind="stable")
+        return Flow(target[piece][order], ids[order]), Flow(piece, ids)
+
+    def _path_group(self, laid: Sequence[Rows], path: Path | None, flow: Flow | None) -> None:
+        if path is not None and len(path.node):
+            about = "the chain of work and waits that sets the length of the run; select a piece to follow its arrow"
+            group = self._track(PATH_GROUP, description=about)
+            self._path_track(group, laid[0].variant.graph, path, flow)
+        else:
+            group = self._track("Job")
+        for order, rows in enumerate(laid):
+            self._step_track(group, order + 2, rows)
+
+    def _path_track(self, group: int, graph: Graph, path: Path, flow: Flow | None) -> None:
+        n = len(path.node)
+        real = rows_where(path.node >= 0)
+        names, label = _coded([*path.label, "critical path"])
+        why_names, why = _coded(path.why)
+        lanes = [f"rank {lane.rank} {lane.name}" for lane in graph.lanes]
+        arguments = [
+            Argument("why", np.arange(n, dtype=np.int64), why, why_names),
+            Argument("node", real, path.node[real]),
+            Argument("rank", real, graph.rank[path.node[real]].astype(np.int64)),
+            Argument("lane", real, graph.lane[path.node[real]].astype(np.int64), lanes or [""]),
+        ]
+        category = np.full(n, label[-1], np.int64)
+        track = np.full(n, group, np.int64)
+        self._slices(Slices(track, path.start_ns, path.end_ns, label[:-1], category, names, arguments, flow))
+        why_names, why = _coded([*path.why, "critical path"])
+        below = np.full(n, self._track("Why", group, 1, description="what each piece of the path is"), np.int64)
+        self._slices(Slices(below, path.start_ns, path.end_ns, why[:-1], np.full(n, why[-1], np.int64), why_names))
+
+    def _step_track(self, group: int, order: int, rows: Rows) -> None:
+        """Steps as slices: from the first start to the last end of their nodes; overlapping ones on tracks of their own."""
+        step = rows.variant.graph.step[rows.node].astype(np.int64)
+        known = rows_where(step >= 0)
+        if not len(known):
+            return
+        numbers, at = np.unique(step[known], return_inverse=True)
+        start, end = np.full(len(numbers), 2**62, np.int64), np.full(len(numbers), -(2**62), np.int64)
+        np.minimum.at(start, at, rows.start_ns[known])
+        np.maximum.at(end, at, rows.end_ns[known])
+        names = [f"step {number}" for number in numbers.tolist()] + ["step"]
+        code = np.lexsort((-end, start)).astype(np.int64)
+        start, end = start[code], end[code]
+        level = split_crossing(np.zeros(len(code), np.int64), start, end, np.zeros(1, np.bool_))
+        labels = [_labelled("Steps" + (f" ({k + 1})" if k else ""), rows) for k in range(int(level.max()) + 1)]
+        tracks = np.array([self._track(label, group, order) for label in labels], np.int64)
+        self._slices(Slices(tracks[level], start, end, code, np.full(len(code), len(code), np.int64), names))
+
+    # The ranks
+
+    def _rank_tracks(self, laid: Sequence[Rows]) -> list[IntArray]:
+        """Declare processes and tracks. For each variant int64[lanes, levels]: the track of a lane's level."""
+        loads = [loads_of(rows) for rows in laid]
+        tables = [np.zeros((max(len(r.variant.graph.lanes), 1), _levels(r)), np.int64) for r in laid]
+        used = [np.unique(rows.lane * table.shape[1] + rows.level) for rows, table in zip(laid, tables, strict=True)]
+        ranks = sorted({int(rank) for rows in laid for rank in np.unique(rows.rank)})
+        digits = max(2, len(str(ranks[-1]))) if ranks else 2
+        for rank in ranks:
+            self.sink.process(rank + 1, f"rank {rank}")
+            self.drawn.processes += 1
+            group = self._track(f"rank {rank:0{digits}d}", description=_about_rank(laid, rank))
+            order = self._lane_tracks(group, rank, laid, tables, used)
+            if self.counters:
+                self._rank_counters(group, rank, order, laid, loads)
+        return tables
+
+    def _lane_tracks(
+        self, group: int, rank: int, laid: Sequence[Rows], tables: Sequence[IntArray], used: Sequence[IntArray]
+    ) -> int:
+        """Tracks of one rank: by lane, then variant, then extra track. Returns the next order number."""
+        wanted = []
+        for index, (rows, table) in enumerate(zip(laid, tables, strict=True)):
+            lanes = rows.variant.graph.lanes
+            for slot in used[index].tolist():
+                lane, level = divmod(slot, table.shape[1])
+                if lanes[lane].rank == rank:
+                    wanted.append((lane_key(lanes[lane]), index, lane, level))
+        for order, (_, index, lane, level) in enumerate(sorted(wanted)):
+            name = laid[index].variant.graph.lanes[lane].name or f"lane {lane}"
+            name = _labelled(name + (f" ({level + 1})" if level else ""), laid[index])
+            tables[index][lane, level] = self._track(name, group, order)
+            self.drawn.extra_tracks += level > 0
+        return len(wanted)
+
+    def _rank_counters(
+        self, group: int, rank: int, order: int, laid: Sequence[Rows], loads: Sequence[FloatArray]
+    ) -> None:
+        for rows, load in zip(laid, loads, strict=True):
+            mine = rows_where(rows.rank == rank)
+            for curve in rank_curves(rows, mine, load) if len(mine) else ():
+                track = self._track(_labelled(curve.name, rows), group, order, curve.unit)
+                self.sink.counter(track, curve.at_ns, curve.values)
+                self.drawn.counter_steps += len(curve.at_ns)
+                order += 1
+
+    def _rows(self, rows: Rows, tracks: IntArray, path: Flow | None) -> None:
+        """Draw one variant's slices with their names, categories, arguments and arrows."""
+        graph = rows.variant.graph
+        edges, arrows, backward = edge_flows(rows, self._next_flow)
+        self._next_flow += arrows
+        meetings, chains, ids = rendezvous_flows(rows, self._next_flow)
+        self._next_flow += ids
+        self.drawn.flows += arrows + chains
+        self.drawn.flows_backward += backward
+        names = [*graph.names, *_CATEGORY.values()]
+        category = np.zeros(max(NodeKind) + 1, np.int64)
+        for offset, kind in enumerate(_CATEGORY):
+            category[kind] = len(graph.names) + offset
+        self._slices(
+            Slices(
+                tracks[rows.lane, rows.level],
+                rows.start_ns,
+                rows.end_ns,
+                graph.name[rows.node].astype(np.int64),
+                category[graph.kind[rows.node]],
+                names,
+                list(_arguments(rows)),
+                join(*(flow for flow in (edges, meetings, path) if flow is not None)),
+            )
+        )
+
+
+def _arguments(rows: Rows) -> Iterable[Argument]:
+    """Node and step of every slice; of communication its bytes, group, axis, size, wait and transfer."""
+    graph = rows.variant.graph
+    yield Argument("node", np.arange(len(rows), dtype=np.int64), rows.node)
+    step = graph.step[rows.node].astype(np.int64)
+    in_step = rows_where(step >= 0)
+    yield Argument("step", in_step, step[in_step])
+    member = rows_where(graph.instance[rows.node] >= 0)
+    if not len(member):
+        return
+    instance = graph.instance[rows.node[member]].astype(np.int64)
+    kinds, kind = _coded([c.kind for c in graph.collectives])
+    payload = np.array([max(c.bytes_in, c.bytes_out) for c in graph.collectives], np.int64)
+    group = np.array([c.group for c in graph.collectives], np.int64)
+    yield Argument("collective", member, kind[instance], kinds)
+    yield Argument("instance", member, instance)
+    sized = payload[instance] >= 0
+    yield Argument("bytes", member[sized], payload[instance][sized])
+    if graph.groups:
+        grouped = (group[instance] >= 0) & (group[instance] < len(graph.groups))
+        of = group[instance][grouped]
+        yield Argument(
+            "group", member[grouped], of, [g.description or f"group {i}" for i, g in enumerate(graph.groups)]
+        )
+        yield Argument("axis", member[grouped], of, [g.axis or "unknown" for g in graph.groups])
+        yield Argument("ranks", member[grouped], np.array([g.size for g in graph.groups], np.int64)[of])
+    transfer = graph.kind[rows.node[member]] == NodeKind.TRANSFER
+    split = member[transfer]
+    yield Argument("wait_ns", split, rows.wait_ns[split])
+    yield Argument("transfer_ns", split, rows.end_ns[split] - rows.start_ns[split] - rows.wait_ns[split])
+
+
+def _coded(texts: Sequence[str]) -> tuple[list[str], IntArray]:
+    """(distinct texts in order of appearance, int64 codes)."""
+    known: dict[str, int] = {}
+    codes = np.array([known.setdefault(text, len(known)) for text in texts], np.int64)
+    return list(known) or [""], codes
+
+
+def _levels(rows: Rows) -> int:
+    return int(rows.level.max()) + 1 if len(rows) else 1
+
+
+def _labelled(name: str, rows: Rows) -> str:
+    return f"{name} ({rows.variant.label})" if rows.variant.label else name
+
+
+def _about_rank(laid: Sequence[Rows], rank: int) -> str:
+    """What a reader should know of a rank: how many real ranks it stands for."""
+    for rows in laid:
+        many = rows.variant.graph.multiplicity
+        if rank < len(many) and many[rank] > 1:
+            return f"stands for {int(many[rank]):,} ranks that do the same work"
+    return ""

@@ -80,8 +80,10 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
     group_index = _add_groups(draft, job)
     inputs = _inputs(draft, job, group_index)
     parts = [read_rank(rank, health) for rank in inputs]
+    for rank, part in zip(inputs, parts, strict=True):
+        rank.shift_ns -= part.device_shift_ns
     gpus = [add_rank(draft, rank, part, health) for rank, part in zip(inputs, parts, strict=True)]
-    members = _members(job, gpus)
+    members = _members(job, gpus, [rank.shift_ns for rank in inputs])
     transfers = _add_rendezvous(draft, members)
     _explain(draft, gpus, members, transfers)
     nodes, edges = _tables(draft, gpus, members, transfers, options)
@@ -143,14 +145,12 @@ class Members:
     ptr: IntArray
 
 
-def _members(job: Job, gpus: list[RankGpu]) -> Members:
+def _members(job: Job, gpus: list[RankGpu], shifts: list[int]) -> Members:
     columns: list[list[npt.NDArray[Any]]] = [[], [], [], [], []]
-    for gpu, trace in zip(gpus, job.ranks, strict=True):
+    table = job.collectives
+    for gpu, trace, shift in zip(gpus, job.ranks, shifts, strict=True):
         kernels = gpu.kernels
         k = np.flatnonzero(kernels.is_comm)
-        clock = job.clocks.get(trace.rank)
-        shift = -clock.offset_ns if clock is not None else 0
-        table = job.collectives
         mine = np.flatnonzero((table.rank == trace.rank) & (table.event >= 0))
         order = mine[np.argsort(table.event[mine], kind="stable")]
         at = np.minimum(np.searchsorted(table.event[order], kernels.row[k]), max(len(order) - 1, 0))

@@ -24,6 +24,7 @@ NEAR_MINIMUM_NS = 25_000
 IN_GRAPH_GAP_NS = 3_000
 GRAPH_LATENCY_NS = 50_000
 EXTERNAL_NS = 300_000
+EXTERNAL_GAP_NS = 20_000
 MERGED_REMAINDER_NS = 5_000
 ENTRY_LAG_NS = 1_000
 
@@ -103,8 +104,8 @@ def _call_index(calls: Calls, events: Events, rows: IntArray) -> Int32Array:
     return out
 
 
-def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Health) -> tuple[Kernels, int]:
-    """The device records of one rank on its host clock, and the drift-corrected shift that was subtracted at most (ns)."""
+def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Health) -> tuple[Kernels, IntArray]:
+    """The device records of one rank on its host clock, and what was added to bring them there, int64[k]."""
     gpu = np.flatnonzero(events.in_cats(*GPU_CATS) & (events.ts_ns != TIME_UNKNOWN))
     unknown = int((events.in_cats(*GPU_CATS) & (events.ts_ns == TIME_UNKNOWN)).sum())
     if unknown:
@@ -134,7 +135,7 @@ def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Heal
         stream_count=int(stream.max()) + 1 if len(stream) else 0,
     )
     _count_links(calls, kernels, health)
-    return kernels, int(np.abs(shift).max()) if len(shift) else 0
+    return kernels, shift
 
 
 def _count_links(calls: Calls, kernels: Kernels, health: Health) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from scaletrace.parse.build_draft import Draft
 from scaletrace.parse.build_gpu import (
     ENTRY_LAG_NS,
+    EXTERNAL_GAP_NS,
     EXTERNAL_NS,
     GRAPH_LATENCY_NS,
     IN_GRAPH_GAP_NS,
@@ -56,7 +57,11 @@ class RankInput:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """Calls, kernels, blocking calls and constants of one rank, before any node exists."""
+    """Calls, kernels, blocking calls and constants of one rank, before any node exists.
+
+    device_shift_ns: what was added to device times to fit the host's; the job's clock is the devices', so the whole
+    rank moves back by it.
+    """
 
     calls: Calls
     kernels: Kernels
@@ -64,6 +69,7 @@ class RankParts:
     constants: Constants
     recorded_src: Int32Array
     recorded_stream: Int32Array
+    device_shift_ns: int
 
 
 def read_rank(rank: RankInput, health: Health) -> RankParts:
@@ -71,12 +77,14 @@ def read_rank(rank: RankInput, health: Health) -> RankParts:
     events = rank.trace.events
     calls = find_calls(events, health)
     kernels, shift = find_kernels(events, calls, rank.comm_rows, health)
-    if shift:
+    if len(shift) and shift.any():
         health.repaired["ranks whose device clock was shifted onto the host clock"] += 1
-        health.note(f"rank {rank.trace.rank}: device clock corrected by up to {shift / 1000:.0f} us")
+        health.note(f"rank {rank.trace.rank}: device clock corrected by up to {int(np.abs(shift).max()) / 1000:.0f} us")
     src, stream, synced = recorded_waits(events, calls, kernels, health)
     syncs = infer_syncs(calls, kernels, synced)
-    return RankParts(calls, kernels, syncs, estimate(calls, kernels, syncs, rank.job_launch_ns), src, stream)
+    constants = estimate(calls, kernels, syncs, rank.job_launch_ns)
+    middle = int(np.median(shift)) if len(shift) else 0
+    return RankParts(calls, kernels, syncs, constants, src, stream, middle)
 
 
 def add_rank(draft: Draft, rank: RankInput, parts: RankParts, health: Health) -> RankGpu:
@@ -306,9 +314,8 @@ def _stream_order(draft: Draft, gpu: RankGpu) -> None:
     a, b = a[same], b[same]
     gap = kernels.start_ns[b] - kernels.end_ns[a]
     in_graph = (kernels.call[a] >= 0) & (kernels.call[a] == kernels.call[b]) & (gap < IN_GRAPH_GAP_NS)
-    external = (kernels.call[a] < 0) & (kernels.call[b] < 0)
     overlap = gap < -1_000
-    lag = np.where(overlap | in_graph, gap, np.where(external, 0, gpu.constants.gap_ns))
+    lag = np.where(overlap | in_graph, gap, gpu.constants.gap_ns)
     draft.contradict(EdgeSource.ORDER, len(gap), 0)
     if overlap.any():
         draft.offered["overlapping neighbours on one stream"] += int(overlap.sum())
@@ -316,20 +323,28 @@ def _stream_order(draft: Draft, gpu: RankGpu) -> None:
 
 
 def external_kernels(gpu: RankGpu) -> Int32Array:
-    """Kernels whose cause lies before the window, so that their measured start is an input of the replay."""
+    """Kernels whose cause lies before the window, so that their measured start is an input of the replay.
+
+    These are device records without a launch that no launched one precedes on their stream, unless they follow their
+    neighbour at once, and the rank's first launched kernel where it starts long after its launch.
+    """
     kernels, calls = gpu.kernels, gpu.calls
     order = np.lexsort((kernels.start_ns, kernels.stream))
+    launched = kernels.call[order] >= 0
+    seen = np.cumsum(launched)
     first = np.ones(len(order), np.bool_)
     first[1:] = kernels.stream[order][1:] != kernels.stream[order][:-1]
-    unlaunched = kernels.call[order] < 0
-    before = np.ones(len(order), np.bool_)
-    before[1:] = unlaunched[:-1]
-    external = unlaunched & (first | before)
-    latency = np.zeros(len(order), np.int64)
-    known = ~unlaunched
-    latency[known] = kernels.start_ns[order][known] - calls.start_ns[kernels.call[order][known]]
-    late = first & known & (latency > gpu.constants.launch_ns + EXTERNAL_NS) & ~kernels.is_comm[order]
-    return order[external | late].astype(np.int32)
+    seen_before_stream = np.maximum.accumulate(np.where(first, seen - launched, 0))
+    gap = np.full(len(order), EXTERNAL_NS)
+    gap[1:] = kernels.start_ns[order][1:] - kernels.end_ns[order][:-1]
+    external = ~launched & (seen == seen_before_stream) & (first | (gap > EXTERNAL_GAP_NS))
+    out = order[external].astype(np.int32)
+    known = np.flatnonzero(kernels.call >= 0)
+    if len(known) and not kernels.is_comm[known[0]]:
+        k = known[0]
+        if kernels.start_ns[k] - calls.start_ns[kernels.call[k]] > gpu.constants.launch_ns + EXTERNAL_NS:
+            out = np.append(out, np.int32(k))
+    return out
 
 
 def _cross_stream(draft: Draft, gpu: RankGpu, events: Events, parts: RankParts, health: Health) -> None:

@@ -37,7 +37,9 @@ _RULES = (
     (re.compile(r"GraphLaunch"), Call.GRAPH_LAUNCH),
     (re.compile(r"Memcpy|Memset", re.IGNORECASE), Call.COPY),
     (
-        re.compile(r"Launch(Cooperative)?Kernel|LaunchCooperative|ModuleLaunch|LaunchHostFunc|EnqueueKernel", re.IGNORECASE),
+        re.compile(
+            r"Launch(Cooperative)?Kernel|LaunchCooperative|ModuleLaunch|LaunchHostFunc|EnqueueKernel", re.IGNORECASE
+        ),
         Call.LAUNCH,
     ),
     (re.compile(r"(Device|Ctx|Context)Synchronize$"), Call.DEVICE_SYNC),
@@ -94,10 +96,10 @@ def _nested(lane: Int32Array, start_ns: IntArray, end_ns: IntArray) -> BoolArray
     for i in range(len(lane)):
         if i == 0 or lane[i] != lane[i - 1]:
             reach = end_ns[i]
-        elif end_ns[i] <= reach:
+        elif end_ns[i] <= reach and start_ns[i] < reach:
             out[i] = True
         else:
-            reach = end_ns[i]
+            reach = max(reach, end_ns[i])
     return out
 
 

@@ -22,7 +22,7 @@ from scaletrace.parse.job import KINDS, RankTrace
 from scaletrace.parse.match_align import Sequence_, place
 from scaletrace.parse.match_device import device_members
 from scaletrace.parse.match_gloo import gloo_members
-from scaletrace.parse.members import KIND, P2P, UNKNOWN, Members, members_from
+from scaletrace.parse.members import KIND, P2P, UNKNOWN, Members, concatenated, members_from
 
 RUNGS = ("seq", "order", "names", "alone")
 SEQ, ORDER, NAMES, ALONE = range(4)
@@ -60,8 +60,9 @@ class Table:
 
 def members_of(trace: RankTrace, groups: Groups, health: Health, patterns: Sequence[str] = ()) -> Members:
     """Everything one rank took part in: communication kernels and gloo spans, in the order of issue."""
-    rows = [*device_members(trace, groups, health, patterns), *gloo_members(trace, groups, health)]
-    members = members_from(trace.rank, rows)
+    on_host = members_from(trace.rank, list(gloo_members(trace, groups, health)))
+    on_device = device_members(trace, groups, health, patterns)
+    members = on_host if on_device is None else concatenated([on_host, on_device])
     if trace.steps:
         starts = np.array([step.start_ns for step in trace.steps])
         ends = np.array([step.end_ns for step in trace.steps])

@@ -7,11 +7,10 @@ its name is the last resort, since NCCL runs several collectives under one name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, Events, IntArray
 from scaletrace.parse.groups import Groups, restore_members
@@ -21,12 +20,12 @@ from scaletrace.parse.members import (
     KIND,
     P2P,
     UNKNOWN,
+    Members,
     concrete,
     elements_of,
     kind_of,
     label_of,
     parsed,
-    times,
     type_bytes,
 )
 
@@ -43,7 +42,9 @@ CUSTOM_PATTERNS = (
     r"mori::.*(dispatch|combine)",
 )
 """Kernels of other libraries that move data between ranks; `load(patterns=…)` adds to them."""
+_NO_COLLECTIVE = ("wait", "init", "end", "start")
 _NAME_TYPE = re.compile(r"_(f16|f32|f64|bf16|u8|u32|u64|i8|i32|i64|half|float|double)(_|\(|$)")
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class _Records:
     lane: IntArray
     start: IntArray
     end: IntArray
-    kind: npt.NDArray[np.int64]
+    kind: IntArray
 
 
 def enclosing(
@@ -65,20 +66,20 @@ def enclosing(
     Looks back at most `depth` intervals, which is deeper than calls nest between a communication op and its launch.
     """
     out = np.full(len(time), -1, np.int64)
-    if not len(start):
+    if not len(start) or not len(time):
         return out
-    order = np.lexsort((start, lane))
-    span = max(int(start.max()), int(time.max(initial=0))) + 1
-    base = min(int(start.min()), int(time.min(initial=span)))
-    width = span - base + 1
-    keys = lane[order].astype(np.float64) * width + (start[order] - base)
-    at = np.searchsorted(keys, on.astype(np.float64) * width + (time - base), side="right") - 1
+    ranked = np.sort(start)
+    wide = len(start) + 1
+    key = lane * wide + np.searchsorted(ranked, start, side="right")
+    order = np.lexsort((-end, key))
+    at = np.searchsorted(key[order], on * wide + np.searchsorted(ranked, time, side="right"), side="right") - 1
     open_ = at >= 0
     for _ in range(depth):
         row = order[np.maximum(at, 0)]
-        hit = open_ & (lane[row] == on) & (end[row] >= time)
+        open_ &= lane[row] == on
+        hit = open_ & (end[row] >= time)
         out[hit] = row[hit]
-        open_ &= ~hit & (lane[row] == on)
+        open_ &= ~hit
         at = at - 1
         open_ &= at >= 0
         if not open_.any():
@@ -86,33 +87,51 @@ def enclosing(
     return out
 
 
-def device_members(
-    trace: RankTrace, groups: Groups, health: Health, patterns: Sequence[str] = ()
-) -> Iterator[dict[str, int]]:
-    """One row per communication kernel of this rank (several where one kernel runs a batch of sends), for `members_from`."""
+def device_members(trace: RankTrace, groups: Groups, health: Health, patterns: Sequence[str] = ()) -> Members | None:
+    """The communication kernels of this rank, one row each (several where one kernel runs a batch of sends)."""
     events = trace.events
     rows, custom = communication_kernels(events, patterns)
     if not len(rows):
-        return
+        return None
     records = _records(events)
     launches = _launches(events, rows)
-    at, batches = _link(events, rows, records, launches, custom)
-    call = _calls(events, launches)
-    health.unmatched["communication kernels without a host record"] += int(np.sum((at < 0) & ~custom))
-    for i, row in enumerate(rows.tolist()):
-        found = [int(records.rows[k]) for k in batches.get(i, [int(at[i])] if at[i] >= 0 else [])]
-        issue = int(events.ts_ns[launches[i]]) if launches[i] >= 0 else int(events.ts_ns[row])
-        base = {
-            "event": row,
-            "start_ns": int(events.ts_ns[row]),
-            "end_ns": int(events.end_ns[row]),
-            "issue_ns": issue,
-            "turn_ns": int(events.ts_ns[row]),
-            "label": label_of(_base_name(events.name_of(row))),
-            "stream": int(events.stream[row]) if events.stream[row] >= 0 else int(events.lane[row]),
-            "functional": 0,
-        }
-        yield from _rows(trace, row, found, int(call[i]), bool(custom[i]), base, groups)
+    record, batches = _link(events, rows, records, launches, custom)
+    call = np.where(custom, -1, _calls(events, launches))
+    if lost := int(np.sum((record < 0) & ~custom)):
+        health.unmatched["communication kernels without a host record"] += lost
+    kernel = np.repeat(np.arange(len(rows)), [len(batches.get(i, (0,))) for i in range(len(rows))])
+    source = np.where(record[kernel] >= 0, records.rows[record[kernel]] if len(records.rows) else -1, -1)
+    for i, batch in batches.items():
+        source[kernel == i] = records.rows[batch]
+    columns = _describe(trace, rows[kernel], source, call[kernel], custom[kernel], groups)
+    columns["host_event"] = np.where(source >= 0, source, call[kernel])
+    _time(events, rows[kernel], launches[kernel], columns)
+    return _fold(trace.rank, columns, kernel)
+
+
+def _time(events: Events, row: IntArray, launch: IntArray, columns: dict[str, IntArray]) -> None:
+    labels = {code: label_of(_base_name(events.strings[code])) for code in np.unique(events.name[row]).tolist()}
+    columns["event"] = row
+    columns["start_ns"] = columns["turn_ns"] = events.ts_ns[row]
+    columns["end_ns"] = events.end_ns[row]
+    columns["issue_ns"] = np.where(launch >= 0, events.ts_ns[launch], events.ts_ns[row])
+    columns["label"] = np.array([labels[code] for code in events.name[row].tolist()], np.int64)
+    columns["stream"] = np.where(events.stream[row] >= 0, events.stream[row], events.lane[row])
+    columns["step"] = np.full(len(row), -1, np.int64)
+    columns["functional"] = np.zeros(len(row), np.int64)
+
+
+def _fold(rank: int, columns: dict[str, IntArray], kernel: IntArray) -> Members:
+    """Records that one kernel serves become one row with their bytes summed, unless they are sends and receives."""
+    p2p = np.isin(columns["kind"], list(P2P))
+    first = np.r_[True, kernel[1:] != kernel[:-1]]
+    for side in ("bytes_in", "bytes_out"):
+        total = np.bincount(kernel, np.maximum(columns[side], 0)).astype(np.int64)
+        unknown = np.bincount(kernel, columns[side] < 0) > 0
+        summed = np.where(unknown, -1, total)[kernel]
+        columns[side] = np.where(p2p, columns[side], summed)
+    keep = first | p2p
+    return Members.of(rank, {name: column[keep] for name, column in columns.items()})
 
 
 def _base_name(name: str) -> str:
@@ -141,22 +160,19 @@ def communication_kernels(events: Events, patterns: Sequence[str] = ()) -> tuple
 
 def _records(events: Events) -> _Records:
     """record_param_comms that stand for a collective; a barrier's inner all-reduce is not one of its own."""
-    names = events.texts("Collective name")
-    mask = events.named("record_param_comms") & (events.ts_ns != TIME_UNKNOWN)
-    rows = np.flatnonzero(mask).astype(np.int64)
-    kinds = np.array([kind_of(events.strings[c]) if c >= 0 else UNKNOWN for c in names[rows].tolist()], np.int64)
-    skipped = [c >= 0 and events.strings[c].startswith(("wait", "init", "end", "start")) for c in names[rows].tolist()]
-    keep = ~np.array(skipped, bool) if len(rows) else np.zeros(0, bool)
-    rows, kinds = rows[keep], kinds[keep]
+    rows = np.flatnonzero(events.named("record_param_comms") & (events.ts_ns != TIME_UNKNOWN)).astype(np.int64)
+    names = events.texts("Collective name")[rows]
+    kinds, skipped = np.full(len(rows), UNKNOWN, np.int64), np.zeros(len(rows), np.bool_)
+    for code in np.unique(names[names >= 0]).tolist():
+        kinds[names == code] = kind_of(events.strings[code])
+        skipped[names == code] = events.strings[code].startswith(_NO_COLLECTIVE)
+    rows, kinds = rows[~skipped], kinds[~skipped]
     start, end, lane = events.ts_ns[rows], events.end_ns[rows], events.lane[rows].astype(np.int64)
     seq = events.ints("Seq")[rows]
-    barrier = np.flatnonzero(kinds == KIND["barrier"])
-    inner = np.zeros(len(rows), bool)
-    for b in barrier.tolist():
-        same = (lane == lane[b]) & (start >= start[b]) & (end <= end[b]) & (kinds == KIND["all_reduce"])
-        twin = (lane == lane[b]) & (kinds == KIND["all_reduce"]) & (seq == seq[b]) & (seq[b] >= 0)
-        inner |= same | twin
-    inner[barrier] = False
+    inner = np.zeros(len(rows), np.bool_)
+    for b in np.flatnonzero(kinds == KIND["barrier"]).tolist():
+        mine = (lane == lane[b]) & (kinds == KIND["all_reduce"])
+        inner |= mine & (((start >= start[b]) & (end <= end[b])) | ((seq == seq[b]) & (seq[b] >= 0)))
     return _Records(rows[~inner], lane[~inner], start[~inner], end[~inner], kinds[~inner])
 
 
@@ -176,43 +192,44 @@ def _launches(events: Events, rows: IntArray) -> IntArray:
 
 def _link(
     events: Events, rows: IntArray, records: _Records, launches: IntArray, custom: BoolArray
-) -> tuple[IntArray, dict[int, list[int]]]:
-    """For each kernel the index of its record (-1 none), and for kernels launched at the end of a group all of its records.
+) -> tuple[IntArray, dict[int, IntArray]]:
+    """For each kernel the index of its record (-1 none), and for those launched at the end of a group all its records.
 
     In this order: the record that encloses the launch, the record with the same External id (which must not be the
     correlation in disguise), the records on that thread since the previous communication launch.
     """
-    launched = launches >= 0
+    launched = (launches >= 0) & ~custom
     time = np.where(launched, events.ts_ns[launches], 0)
     lane = np.where(launched, events.lane[launches], -1).astype(np.int64)
     at = enclosing(records.start, records.end, records.lane, time, lane)
-    at[~launched | custom] = -1
-    external = events.external_id[records.rows]
-    order = np.argsort(external, kind="stable")
-    wanted = events.external_id[rows]
-    usable = (at < 0) & ~custom & (wanted >= 0) & ((wanted != events.correlation[rows]) | ~launched)
-    if len(order):
+    at[~launched] = -1
+    if len(records.rows):
+        external = events.external_id[records.rows]
+        order = np.argsort(external, kind="stable")
+        wanted = events.external_id[rows]
+        usable = (at < 0) & ~custom & (wanted >= 0) & ((wanted != events.correlation[rows]) | ~launched)
         k = np.minimum(np.searchsorted(external[order], wanted), len(order) - 1)
         usable &= external[order[k]] == wanted
         at[usable] = order[k[usable]]
-    batches: dict[int, list[int]] = {}
-    taken = np.zeros(len(records.rows), bool)
+    return at, _batches(records, at, launched, time, lane)
+
+
+def _batches(
+    records: _Records, at: IntArray, launched: BoolArray, time: IntArray, lane: IntArray
+) -> dict[int, IntArray]:
+    """Records that wait for a launch outside of them, by kernel; `at` is set to the first of each batch."""
+    batches: dict[int, IntArray] = {}
+    taken = np.zeros(len(records.rows), np.bool_)
     taken[at[at >= 0]] = True
-    since: dict[int, int] = {}
-    for i in np.argsort(time, kind="stable").tolist():
-        if not launched[i] or custom[i]:
-            continue
-        if at[i] < 0:
-            waiting = (
-                (records.lane == lane[i]) & (records.start < time[i]) & (records.start >= since.get(int(lane[i]), 0))
-            )
-            batch = np.flatnonzero(waiting & ~taken)
-            if len(batch):
-                batches[i] = batch.tolist()
-                at[i] = batch[0]
-                taken[batch] = True
-        since[int(lane[i])] = int(time[i])
-    return at, batches
+    for i in np.flatnonzero(launched & (at < 0)).tolist():
+        before = time[launched & (lane == lane[i]) & (time < time[i])]
+        since = int(before.max()) if len(before) else TIME_UNKNOWN
+        waiting = ~taken & (records.lane == lane[i]) & (records.start < time[i]) & (records.start >= since)
+        batch = np.flatnonzero(waiting)
+        if len(batch):
+            batches[i], at[i] = batch, batch[0]
+            taken[batch] = True
+    return batches
 
 
 def _calls(events: Events, launches: IntArray) -> IntArray:
@@ -226,95 +243,129 @@ def _calls(events: Events, launches: IntArray) -> IntArray:
     return np.where(at >= 0, rows[at], -1) if len(rows) else at
 
 
-def _rows(
-    trace: RankTrace, row: int, found: Sequence[int], call: int, custom: bool, base: dict[str, int], groups: Groups
-) -> Iterator[dict[str, int]]:
-    """The member of one kernel: one row, with the payload of a batch summed; a batch of sends is a row each."""
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """Arguments of the records, completed from the kernels' own metadata; -1 where neither has them."""
+
+    events: Events
+    row: IntArray
+    source: IntArray
+
+    def texts(self, key: str) -> IntArray:
+        return self._pick(self.events.texts(key).astype(np.int64))
+
+    def ints(self, key: str) -> IntArray:
+        arg = self.events.args.get(key)
+        if arg is None or arg.is_text:
+            return np.full(len(self.row), MISSING, np.int64)
+        return self._pick(self.events.ints(key))
+
+    def _pick(self, dense: IntArray) -> IntArray:
+        own = np.where(self.source >= 0, dense[self.source], MISSING)
+        return np.where(own != MISSING, own, dense[self.row])
+
+
+def _describe(
+    trace: RankTrace, row: IntArray, source: IntArray, call: IntArray, custom: BoolArray, groups: Groups
+) -> dict[str, IntArray]:
+    """Kind, group, sequence, payload and peers of each (kernel, record); worked out once for each distinct description."""
     events = trace.events
-    if custom:
-        yield {**base, "kind": KIND["custom"]}
-        return
-    described = [_describe(trace, source, row, call, groups) for source in (found or [row])]
-    host = {"host_event": found[0] if found else call}
-    if any(one["kind"] in P2P for one in described):
-        for source, one in zip(found or [call], described, strict=True):
-            yield {**base, **one, "host_event": source}
-        return
-    first = described[0]
-    if first["kind"] == UNKNOWN:
-        first["kind"] = kind_of(events.name_of(row))
-    for side in ("bytes_in", "bytes_out"):
-        sizes = [one[side] for one in described]
-        first[side] = sum(sizes) if min(sizes) >= 0 else -1
-    yield {**base, **host, **first}
-
-
-def _describe(trace: RankTrace, source: int, row: int, call: int, groups: Groups) -> dict[str, int]:
-    """Kind, group, sequence, payload and peers of one record; the kernel's own metadata fills what it lacks."""
-    events = trace.events
-
-    def text(key: str) -> str | None:
-        own = events.text(key, source)
-        return own if own is not None else events.text(key, row)
-
-    def number(key: str) -> int:
-        for place in (source, row):
-            if (value := _int(events, key, place)) >= 0:
-                return value
-        return -1
-
-    name = text("Collective name")
-    kind = kind_of(name) if name else UNKNOWN
-    if kind == UNKNOWN and call >= 0:
-        kind = kind_of(events.name_of(call))
-    size = number("Group size")
-    listed = restore_members(
-        text("Process Group Ranks") or "", size, number("Global rank start"), number("Global rank stride")
+    look = _Lookup(events, row, source)
+    called = [np.where(call >= 0, column[call], MISSING) for column in (events.name, *map(events.texts, _CALL_TEXTS))]
+    rank_in_group = look.ints("Rank")
+    n_in, n_out = look.ints("In msg nelems"), look.ints("Out msg nelems")
+    key = np.column_stack(
+        [
+            *(look.texts(k) for k in ("Collective name", "Process Group Name", "Process Group Ranks", "dtype")),
+            *(look.ints(k) for k in ("Group size", "Global rank start", "Global rank stride")),
+            *called,
+            events.name[row],
+            n_in < 0,
+        ]
     )
-    group = groups.of(trace.rank, text("Process Group Name"), listed)
-    members = groups.groups[group].members if group >= 0 else ()
-    width = type_bytes(text("dtype") or "")
-    n_in, n_out = number("In msg nelems"), number("Out msg nelems")
-    if n_in < 0 and call >= 0:
-        n_in, n_out = elements_of(kind, parsed(events.text("Input Dims", call)), len(members))
-        width = _call_type(events, call, row)
-    peer, root = -1, -1
-    if kind in P2P:
-        peer = number("Dst Rank" if KINDS[kind] == "send" else "Src Rank")
-        inside = number("Rank")
-        if peer < 0 and 0 <= inside < len(members):
-            peer = members[inside]
-        if peer < 0 and call >= 0 and 0 <= (at := concrete(events.text("Concrete Inputs", call), 2)) < len(members):
-            peer = members[at]
-    elif KINDS[kind] in ("broadcast", "reduce", "gather", "scatter"):
-        inside = number("Rank")
-        root = members[inside] if 0 <= inside < len(members) else inside
+    distinct, which = np.unique(key, axis=0, return_inverse=True)
+    said = np.array([_one(trace, groups, *values) for values in distinct.tolist()], np.int64)[which.reshape(-1)]
+    kind, group, width, call_in, call_out, call_peer = said.T
+    kind = np.where(custom, KIND["custom"], kind)
+    n_in, n_out = np.where(n_in < 0, call_in, n_in), np.where(n_in < 0, call_out, n_out)
+    inside = np.where(rank_in_group >= 0, rank_in_group, call_peer)
+    sends, receives = kind == KIND["send"], kind == KIND["recv"]
+    rooted = np.isin(kind, [KIND[k] for k in _ROOTED])
+    stated = np.where(sends, look.ints("Dst Rank"), np.where(receives, look.ints("Src Rank"), -1))
+    other = _global_rank(groups, group, inside)
     return {
         "kind": kind,
         "group": group,
-        "seq": -1 if kind in P2P else number("Seq"),
-        "bytes_in": times(n_in, width),
-        "bytes_out": times(n_out, width),
-        "peer": peer,
-        "root": root,
+        "seq": np.where(sends | receives, -1, look.ints("Seq")),
+        "bytes_in": _bytes(n_in, width),
+        "bytes_out": _bytes(n_out, width),
+        "peer": np.where(sends | receives, np.where(stated >= 0, stated, other), -1),
+        "root": np.where(rooted, other, -1),
     }
 
 
-def _call_type(events: Events, call: int, row: int) -> int:
+_CALL_TEXTS = ("Input Dims", "Input type", "Concrete Inputs")
+
+
+def _bytes(count: IntArray, width: IntArray) -> IntArray:
+    return np.where((count < 0) | ((width <= 0) & (count > 0)), -1, count * np.maximum(width, 0))
+
+
+def _global_rank(groups: Groups, group: IntArray, inside: IntArray) -> IntArray:
+    """Global rank of the `inside`-th member of each group, -1 where unknown."""
+    out = np.full(len(group), -1, np.int64)
+    for g in np.unique(group[group >= 0]).tolist():
+        members = np.array(groups.groups[g].members, np.int64)
+        fits = (group == g) & (inside >= 0) & (inside < len(members))
+        out[fits] = members[inside[fits]]
+    return out
+
+
+def _one(
+    trace: RankTrace,
+    groups: Groups,
+    name: int,
+    group_name: int,
+    ranks: int,
+    dtype: int,
+    size: int,
+    start: int,
+    stride: int,
+    call: int,
+    dims: int,
+    types: int,
+    inputs: int,
+    kernel: int,
+    ask_call: int,
+) -> tuple[int, int, int, int, int, int]:
+    """(kind, group, element bytes, elements in and out and peer according to the c10d op) of one distinct description."""
+    text = trace.events.strings
+
+    def at(code: int) -> str | None:
+        return text[code] if code >= 0 else None
+
+    kinds = (kind_of(text[code]) for code in (name, call, kernel) if code >= 0)
+    kind = next((k for k in kinds if k != UNKNOWN), UNKNOWN)
+    group = groups.of(trace.rank, at(group_name), restore_members(at(ranks) or "", size, start, stride))
+    members = groups.groups[group].members if group >= 0 else ()
+    width, n_in, n_out = type_bytes(at(dtype) or ""), -1, -1
+    if ask_call and call >= 0:
+        n_in, n_out = elements_of(kind, parsed(at(dims)), len(members))
+        width = _call_type(at(types), text[kernel])
+    return (
+        kind,
+        group,
+        width,
+        n_in,
+        n_out,
+        concrete(at(inputs), 2) if KINDS[kind] in ("send", "recv", "broadcast") else -1,
+    )
+
+
+def _call_type(types: str | None, kernel: str) -> int:
     """Element size from the op's "Input type", else from the type in a reduction kernel's name."""
-    for name in parsed(events.text("Input type", call)):
+    for name in parsed(types):
         if isinstance(name, str) and (size := type_bytes(name)) > 0:
             return size
-    found = _NAME_TYPE.search(_base_name(events.name_of(row)))
+    found = _NAME_TYPE.search(_base_name(kernel))
     return type_bytes(found[1]) if found else -1
-
-
-def _int(events: Events, key: str, row: int) -> int:
-    arg = events.args.get(key)
-    if arg is None or arg.is_text:
-        return MISSING
-    at = int(np.searchsorted(arg.rows, row))
-    if at == len(arg.rows) or arg.rows[at] != row:
-        return MISSING
-    value = int(arg.values[at])
-    return value if value < 2**63 else MISSING

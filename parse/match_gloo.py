@@ -243,7 +243,7 @@ def _lanes_to_groups(
         fitting = [group for group in left if not sizes or group.size in sizes]
         if fitting:
             left.remove(fitting[0])
-            known.update({lane: fitting[0].id for lane in pair})
+            known.update(dict.fromkeys(pair, fitting[0].id))
     return known
 
 
@@ -297,7 +297,7 @@ def _orphan(events: Events, row: int, group: int) -> dict[str, int]:
         "kind": kind,
         "group": group,
         "bytes_in": moved,
-        "bytes_out": moved if exact else KIND["barrier"] == kind and 0 or -1,
+        "bytes_out": moved if exact else (KIND["barrier"] == kind and 0) or -1,
         "start_ns": start,
         "end_ns": start + int(events.dur_ns[row]),
         "issue_ns": start,

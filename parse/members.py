@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -85,6 +85,14 @@ class Members:
     def __len__(self) -> int:
         return len(self.event)
 
+    @staticmethod
+    def of(rank: int, columns: Mapping[str, Any]) -> Members:
+        """Members from one array a column, in the right width and ordered by turn."""
+        order = np.lexsort((columns["event"], columns["start_ns"], columns["turn_ns"]))
+        narrow = {name: np.uint8 if name == "kind" else np.int32 for name in _NARROW}
+        built = {n: np.asarray(c)[order].astype(narrow.get(n, np.int64)) for n, c in columns.items()}
+        return Members(rank, **built)
+
     @property
     def size_bytes(self) -> IntArray:
         """The size that all members of an instance share, -1 where the kind has none or it is unknown."""
@@ -92,18 +100,19 @@ class Members:
         return np.where(np.isin(self.kind, list(UNIFORM)), largest, -1)
 
 
-_NARROW = ("event", "host_event", "group", "peer", "root")
+_NARROW = ("kind", "event", "host_event", "group", "peer", "root")
 
 
-def members_from(rank: int, rows: Sequence[dict[str, int]]) -> Members:
-    """Columns from one dict per member, ordered by turn; a key that a dict lacks becomes -1."""
-    ordered = sorted(rows, key=lambda row: (row["turn_ns"], row["start_ns"], row["event"]))
+def members_from(rank: int, rows: Sequence[Mapping[str, int]]) -> Members:
+    """Members from one mapping a row; a key that a row lacks becomes -1."""
     names = [name for name in Members.__slots__ if name != "rank"]
-    columns: dict[str, Any] = {}
-    for name in names:
-        dtype = np.uint8 if name == "kind" else np.int32 if name in _NARROW else np.int64
-        columns[name] = np.array([row.get(name, -1) for row in ordered], dtype)
-    return Members(rank, **columns)
+    return Members.of(rank, {name: np.array([row.get(name, -1) for row in rows], np.int64) for name in names})
+
+
+def concatenated(parts: Sequence[Members]) -> Members:
+    """Several Members of one rank as one."""
+    names = [name for name in Members.__slots__ if name != "rank"]
+    return Members.of(parts[0].rank, {name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
 
 
 @lru_cache(maxsize=4096)

@@ -6,17 +6,19 @@ import gzip
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
 
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Measured
+from scaletrace.replay.critical_path import CriticalPath
 from scaletrace.replay.timeline import Timeline
 from scaletrace.view import packets, units, wire
 from scaletrace.view.layout import Variant
-from scaletrace.view.scene import Path, Scene
+from scaletrace.view.path import path_of
+from scaletrace.view.scene import Scene
 from scaletrace.view.sink import Argument, FloatArray, Flow, Slices
 
 CHUNK = 1 << 17
@@ -164,7 +166,7 @@ def _flows(flow: Flow | None, first: int, last: int) -> tuple[IntArray, IntArray
 class WriteReport:
     """What went into a trace file. `flows_backward` counts arrows left out because they would point back in time."""
 
-    path: FilePath
+    path: Path
     slices: int
     flows: int
     processes: int
@@ -189,11 +191,11 @@ def variants_of(timeline: Timeline, measured: Measured | None, projected: Timeli
 
 
 def write_timeline(
-    path: str | FilePath,
+    path: str | Path,
     timeline: Timeline,
     *,
     measured: Measured | None = None,
-    critical_path: Path | None = None,
+    critical_path: CriticalPath | None = None,
     ranks: Sequence[int] | None = None,
     projected: Timeline | None = None,
     counters: bool = True,
@@ -204,12 +206,13 @@ def write_timeline(
     """
     variants = variants_of(timeline, measured, projected)
     starts = [int(v.start_ns[v.known].min()) for v in variants if v.known.any()]
-    target = FilePath(path)
+    target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with _open(partial, target.suffix == ".gz") as out:
             sink = PerfettoSink(out, min(starts, default=0))
-            drawn = Scene(sink, counters).draw(variants, critical_path, ranks)
+            chain = path_of(critical_path) if critical_path is not None else None
+            drawn = Scene(sink, counters).draw(variants, chain, ranks)
             sink.close()
         partial.replace(target)
     finally:
@@ -227,6 +230,6 @@ def write_timeline(
     )
 
 
-def _open(path: FilePath, compress: bool) -> BinaryIO:
+def _open(path: Path, compress: bool) -> BinaryIO:
     """A file to write to, in large pieces."""
     return cast(BinaryIO, gzip.open(path, "wb", 6)) if compress else path.open("wb", buffering=1 << 20)

@@ -17,10 +17,11 @@ from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.view.counters import loads_of, rank_curves
 from scaletrace.view.flows import edge_flows, join, rendezvous_flows
 from scaletrace.view.layout import Rows, Variant, lane_key, lay_out, split_crossing
+from scaletrace.view.path import Path
 from scaletrace.view.sink import Argument, FloatArray, Flow, Sink, Slices, rows_where
 
 PATH_GROUP = "Critical path"
-"""Name of the critical path's track; "Why" and the steps hang under it."""
+"""Name of the critical path's track; the kind of each piece and the steps hang under it."""
 
 _CATEGORY = {
     NodeKind.HOST: "host",
@@ -31,21 +32,6 @@ _CATEGORY = {
     NodeKind.TRANSFER: "comm",
     NodeKind.STALL: "stall",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A critical path to draw: k pieces that follow each other in time.
-
-    node int64[k] is the node that a piece stands for, -1 for a gap; start_ns, end_ns int64[k].
-    label: text of each piece; why: what held it back, or what the gap is.
-    """
-
-    node: IntArray
-    start_ns: IntArray
-    end_ns: IntArray
-    label: Sequence[str]
-    why: Sequence[str]
 
 
 @dataclass(slots=True)
@@ -101,7 +87,7 @@ class Scene:
         return Flow(target[piece][order], ids[order]), Flow(piece, ids)
 
     def _path_group(self, laid: Sequence[Rows], path: Path | None, flow: Flow | None) -> None:
-        if path is not None and len(path.node):
+        if path is not None and len(path):
             about = "the chain of work and waits that sets the length of the run; select a piece to follow its arrow"
             group = self._track(PATH_GROUP, description=about)
             self._path_track(group, laid[0].variant.graph, path, flow)
@@ -111,23 +97,26 @@ class Scene:
             self._step_track(group, order + 2, rows)
 
     def _path_track(self, group: int, graph: Graph, path: Path, flow: Flow | None) -> None:
-        n = len(path.node)
-        real = rows_where(path.node >= 0)
-        names, label = _coded([*path.label, "critical path"])
-        why_names, why = _coded(path.why)
+        n = len(path)
+        every, real = np.arange(n, dtype=np.int64), rows_where(path.node >= 0)
+        names = [*path.texts, "critical path"]
+        category = np.full(n, len(path.texts), np.int64)
         lanes = [f"rank {lane.rank} {lane.name}" for lane in graph.lanes]
+        lane = graph.lane[path.node[real]].astype(np.int64)
+        placed = lane >= 0
         arguments = [
-            Argument("why", np.arange(n, dtype=np.int64), why, why_names),
+            Argument("what", every, path.what, path.texts),
+            Argument("why", every, path.why, path.texts),
             Argument("node", real, path.node[real]),
             Argument("rank", real, graph.rank[path.node[real]].astype(np.int64)),
-            Argument("lane", real, graph.lane[path.node[real]].astype(np.int64), lanes or [""]),
+            Argument("lane", real[placed], lane[placed], lanes or [""]),
         ]
-        category = np.full(n, label[-1], np.int64)
         track = np.full(n, group, np.int64)
-        self._slices(Slices(track, path.start_ns, path.end_ns, label[:-1], category, names, arguments, flow))
-        why_names, why = _coded([*path.why, "critical path"])
-        below = np.full(n, self._track("Why", group, 1, description="what each piece of the path is"), np.int64)
-        self._slices(Slices(below, path.start_ns, path.end_ns, why[:-1], np.full(n, why[-1], np.int64), why_names))
+        self._slices(Slices(track, path.start_ns, path.end_ns, path.label, category, names, arguments, flow))
+        track = np.full(
+            n, self._track("What it is", group, 1, description="the kind of each piece, or its gap"), np.int64
+        )
+        self._slices(Slices(track, path.start_ns, path.end_ns, path.what, category, names))
 
     def _step_track(self, group: int, order: int, rows: Rows) -> None:
         """Steps as slices: from the first start to the last end of their nodes; overlapping ones on tracks of their own."""

@@ -8,6 +8,7 @@ Protocol: `trace_processor_rpc_init(callback, size)` returns the address of the 
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ class WasmProcessor:
                 if field == 1:
                     columns.append(bytes(value).decode("utf-8", "replace"))
                 elif field == 2 and value:
-                    raise UsageError(f"SQL: {bytes(value).decode('utf-8', 'replace').strip()}")
+                    raise UsageError(f"SQL: {sql_complaint(bytes(value).decode('utf-8', 'replace'))}")
                 elif field == 3:
                     cells.extend(_batch(value))
         width = len(columns)
@@ -149,6 +150,14 @@ def _config() -> Any:
     with contextlib.suppress(wasmtime.WasmtimeError):
         config.cache = True
     return config
+
+
+def sql_complaint(words: str) -> str:
+    """Perfetto's message for bad SQL as one line: its last line, with the place that it names."""
+    lines = [line.strip() for line in words.strip().splitlines() if line.strip()]
+    place = re.search(r"line (\d+) col (\d+)", words)
+    where = f" (line {place[1]}, column {place[2]})" if place else ""
+    return (lines[-1] if lines else "unknown error") + where
 
 
 def _stub(name: str, answers: bool) -> Callable[..., int | None]:

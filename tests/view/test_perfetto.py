@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
 from scaletrace.parse.graph import GraphLane, Measured, NodeKind
+from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.engine import replay
 from scaletrace.view.perfetto import PerfettoSink, write_timeline
-from scaletrace.view.scene import Path as CriticalPath
 from scaletrace.view.sink import Argument, Flow, Slices
 from tests.view.conftest import Ask
-from tests.view.graphs import Node, ints, make_graph, two_ranks
+from tests.view.graphs import Node, make_graph, two_ranks
 
 Oracle = Callable[[Path], Ask]
 EPOCH_NS = 1_700_000_000_000_000_123
@@ -29,7 +29,7 @@ def test_counts_in_sql_are_the_counts_that_were_written(tmp_path: Path, oracle: 
     """Slices, arrows, processes and counter steps of the report are those that Perfetto finds."""
     timeline = replay(two_ranks())
     measured = Measured(timeline.start_ns, timeline.end_ns, np.ones(len(timeline.graph), np.bool_))
-    path = CriticalPath(ints(6, 9), ints(1015, 1105), ints(1105, 1135), ["gemm", "all_reduce"], ["compute", "comm"])
+    path = critical_path(timeline)
     report = write_timeline(tmp_path / "t.pftrace", timeline, measured=measured, critical_path=path)
     ask = oracle(report.path)
 
@@ -148,15 +148,18 @@ def test_a_name_in_gz_is_compressed(tmp_path: Path, oracle: Oracle) -> None:
     assert oracle(packed.path)("select count(*) from slice") == [(packed.slices,)]
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Neither a half file nor a temporary one stays when writing fails."""
-    timeline = replay(two_ranks())
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    """When drawing fails half-way, the file of an earlier run stays as it was and no temporary file is left."""
+    target = tmp_path / "t.pftrace"
+    write_timeline(target, replay(two_ranks()))
+    before = target.read_bytes()
+    broken = replay(two_ranks())
+    broken.graph.name[:] = 99
     with pytest.raises(IndexError):
-        write_timeline(
-            tmp_path / "t.pftrace", timeline, critical_path=CriticalPath(ints(99), ints(0), ints(1), ["x"], ["y"])
-        )
+        write_timeline(target, broken)
 
-    assert list(tmp_path.iterdir()) == []
+    assert before == target.read_bytes()
+    assert [target] == list(tmp_path.iterdir())
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,12 +7,14 @@ import textwrap
 
 import numpy as np
 
-from scaletrace.parse.graph import GraphLane, Measured, NodeKind
+from scaletrace.parse.graph import EdgeKind, GraphLane, Measured, NodeKind
+from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.engine import replay
+from scaletrace.view.path import Path, path_of
 from scaletrace.view.perfetto import variants_of
-from scaletrace.view.scene import Path, Scene
+from scaletrace.view.scene import Scene
 from scaletrace.view.text import TextSink
-from tests.view.graphs import Node, ints, make_graph, two_ranks
+from tests.view.graphs import Node, make_graph, two_ranks
 
 
 def stream(*args: object, path: Path | None = None, ranks: list[int] | None = None, counters: bool = True) -> str:
@@ -68,24 +70,42 @@ def test_two_ranks_meet_in_an_all_reduce() -> None:
 
 
 def test_the_critical_path_points_at_the_slices_it_stands_for() -> None:
-    """Each piece of the path has its reason and an arrow to its slice; a gap has a reason and no arrow."""
-    path = Path(
-        ints(6, -1, 9),
-        ints(1015, 1105, 1105),
-        ints(1105, 1105, 1135),
-        ["rank 1 gemm", "gap", "rank 1 all_reduce"],
-        ["compute", "event latency", "communication"],
-    )
-    lines = stream(*variants_of(replay(two_ranks()), None, None), path=path, counters=False).splitlines()
+    """Each piece says what it is and what it waited for, and has an arrow to its slice; the second track shows the kinds."""
+    timeline = replay(two_ranks())
+    lines = stream(
+        *variants_of(timeline, None, None), path=path_of(critical_path(timeline)), counters=False
+    ).splitlines()
 
     expected = [
-        "slice 1 1015..1105 rank 1 gemm (critical path) ~1 why=compute node=6 rank=1 lane=rank 1 stream 7",
-        "slice 1 1105..1105 gap (critical path) why=event latency",
-        "slice 1 1105..1135 rank 1 all_reduce (critical path) ~2 why=communication node=9 rank=1 lane=rank 1 stream 20",
+        "slice 1 1000..1010 rank 1: aten::mm (critical path) ~1 what=host why=after start of the window node=4 rank=1 lane=rank 1 main",
+        "slice 1 1010..1015 rank 1: cudaLaunchKernel (critical path) ~2 what=host why=after program order node=5 rank=1 lane=rank 1 main",
+        "slice 1 1015..1105 rank 1: gemm (critical path) ~3 what=compute why=after launch latency node=6 rank=1 lane=rank 1 stream 7",
+        "slice 1 1105..1135 rank 0: ncclAllReduce (critical path) ~4 what=communication why=after rendezvous node=8 rank=0 lane=rank 0 stream 20",
     ]
     assert expected == [line for line in lines if line.startswith("slice 1 ")]
-    for flow, node in ((1, 6), (2, 9)):
+    assert [line.split(" (")[0] for line in lines if line.startswith("slice 2 ")][2:] == [
+        "slice 2 1015..1105 compute",
+        "slice 2 1105..1135 communication",
+    ]
+    for flow, node in ((3, 6), (4, 8)):
         assert any(f"~{flow} node={node}" in line for line in lines), f"no arrow to node {node}"
+
+
+def test_gaps_of_the_critical_path_are_pieces_with_a_reason() -> None:
+    """A lag between two nodes is drawn where it lies, named by its edge; it stands for no slice and has no arrow."""
+    graph = make_graph(
+        [GraphLane(0, "main", False), GraphLane(0, "stream 7", True)],
+        [Node(NodeKind.LAUNCH, 0, "launch", 5, release_ns=0), Node(NodeKind.KERNEL, 1, "gemm", 20)],
+        [(0, 1, EdgeKind.LAUNCH)],
+    )
+    graph.lag_ns[0] = 7
+    timeline = replay(graph)
+    lines = stream(
+        *variants_of(timeline, None, None), path=path_of(critical_path(timeline)), counters=False
+    ).splitlines()
+
+    expected = "slice 1 5..12 gap: launch latency (critical path) what=gap: launch latency why=after launch latency"
+    assert expected == next(line for line in lines if "5..12" in line)
 
 
 def test_measured_lanes_stand_beside_the_replayed_ones() -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from scaletrace.jit import jit
+from scaletrace.parse.build_cpu import RankCpu, add_cpu_rank
 from scaletrace.parse.build_draft import Draft, finish
-from scaletrace.parse.build_gpu import RankGpu
+from scaletrace.parse.build_gpu import GPU_CATS, RankGpu
 from scaletrace.parse.build_rank import RankInput, add_rank, external_kernels, read_rank
 from scaletrace.parse.build_stalls import Columns, add_occupancy, add_tight_ends, insert_stalls, residuals
-from scaletrace.parse.events import Int32Array, IntArray
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import (
     EdgeKind,
     EdgeSource,
@@ -79,11 +78,18 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
     health, draft = Health(), Draft()
     group_index = _add_groups(draft, job)
     inputs = _inputs(draft, job, group_index)
-    parts = [read_rank(rank, health) for rank in inputs]
-    for rank, part in zip(inputs, parts, strict=True):
-        rank.shift_ns -= part.device_shift_ns
-    gpus = [add_rank(draft, rank, part, health) for rank, part in zip(inputs, parts, strict=True)]
-    members = _members(job, gpus, [rank.shift_ns for rank in inputs])
+    gpus: list[RankGpu] = []
+    found: list[MemberNodes] = []
+    for rank in inputs:
+        if rank.trace.events.in_cats(*GPU_CATS).any():
+            part = read_rank(rank, health)
+            rank.shift_ns -= part.device_shift_ns
+            gpus.append(add_rank(draft, rank, part, health))
+            found.append(_gpu_members(job, gpus[-1], rank))
+        else:
+            cpu = add_cpu_rank(draft, job, rank.trace, rank.shift_ns, rank.instance_of, health)
+            found.append(_cpu_members(job, cpu, rank.shift_ns))
+    members = _members(found)
     transfers = _add_rendezvous(draft, members)
     _explain(draft, gpus, members, transfers)
     nodes, edges = _tables(draft, gpus, members, transfers, options)
@@ -94,7 +100,7 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
     if cyclic:
         health.dropped["edges that close a cycle"] += cyclic
         draft.contradict(EdgeSource.MATCH, 0, cyclic)
-    quality = _quality(draft, nodes, residual, gpus)
+    quality = _quality(draft, nodes, residual, [trace.rank for trace in job.ranks])
     return Built(graph, _with_steps(graph, measured), quality, job, health)
 
 
@@ -142,30 +148,45 @@ class Members:
     transfer: Int32Array
     start_ns: IntArray
     end_ns: IntArray
+    alone: BoolArray
     ptr: IntArray
 
 
-def _members(job: Job, gpus: list[RankGpu], shifts: list[int]) -> Members:
-    columns: list[list[npt.NDArray[Any]]] = [[], [], [], [], []]
-    table = job.collectives
-    for gpu, trace, shift in zip(gpus, job.ranks, shifts, strict=True):
-        kernels = gpu.kernels
-        k = np.flatnonzero(kernels.is_comm)
-        mine = np.flatnonzero((table.rank == trace.rank) & (table.event >= 0))
-        order = mine[np.argsort(table.event[mine], kind="stable")]
-        at = np.minimum(np.searchsorted(table.event[order], kernels.row[k]), max(len(order) - 1, 0))
-        hit = table.event[order][at] == kernels.row[k] if len(order) else np.zeros(len(k), np.bool_)
-        k, at = k[hit], at[hit]
-        values = (
-            table.instance[order[at]],
-            gpu.node_in[k],
-            gpu.node_out[k],
-            kernels.start_ns[k] + shift,
-            kernels.end_ns[k] + shift,
-        )
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
-    instance, arrive, transfer, start, end = (np.concatenate(c) if c else np.zeros(0, np.int64) for c in columns)
+@dataclass(frozen=True, slots=True)
+class MemberNodes:
+    """One rank's members: row of the job's table, nodes, measured times on the job's clock, and who waits for nobody."""
+
+    instance: IntArray
+    arrive: Int32Array
+    transfer: Int32Array
+    start_ns: IntArray
+    end_ns: IntArray
+    alone: BoolArray
+
+
+def _gpu_members(job: Job, gpu: RankGpu, rank: RankInput) -> MemberNodes:
+    table, kernels = job.collectives, gpu.kernels
+    k = np.flatnonzero(kernels.is_comm)
+    mine = np.flatnonzero((table.rank == gpu.rank) & (table.event >= 0))
+    order = mine[np.argsort(table.event[mine], kind="stable")]
+    at = np.minimum(np.searchsorted(table.event[order], kernels.row[k]), max(len(order) - 1, 0))
+    hit = table.event[order][at] == kernels.row[k] if len(order) else np.zeros(len(k), np.bool_)
+    k, at = k[hit], at[hit]
+    start, end = kernels.start_ns[k] + rank.shift_ns, kernels.end_ns[k] + rank.shift_ns
+    nobody = np.zeros(len(k), np.bool_)
+    return MemberNodes(table.instance[order[at]], gpu.node_in[k], gpu.node_out[k], start, end, nobody)
+
+
+def _cpu_members(job: Job, cpu: RankCpu, shift_ns: int) -> MemberNodes:
+    works = cpu.works
+    start, end = works.start_ns + shift_ns, works.end_ns + shift_ns
+    alone = works.kind == KINDS.index("send")
+    return MemberNodes(job.collectives.instance[works.member], cpu.arrive, cpu.transfer, start, end, alone)
+
+
+def _members(found: list[MemberNodes]) -> Members:
+    """All members sorted by instance."""
+    instance = np.concatenate([one.instance for one in found]) if found else np.zeros(0, np.int64)
     _, dense = np.unique(instance, return_inverse=True)
     order = np.argsort(dense, kind="stable")
     count = int(dense.max()) + 1 if len(dense) else 0
@@ -173,17 +194,18 @@ def _members(job: Job, gpus: list[RankGpu], shifts: list[int]) -> Members:
     np.cumsum(np.bincount(dense, minlength=count), out=ptr[1:])
     return Members(
         dense[order].astype(np.int32),
-        arrive[order].astype(np.int32),
-        transfer[order].astype(np.int32),
-        start[order],
-        end[order],
+        np.concatenate([one.arrive for one in found])[order] if found else np.zeros(0, np.int32),
+        np.concatenate([one.transfer for one in found])[order] if found else np.zeros(0, np.int32),
+        np.concatenate([one.start_ns for one in found])[order] if found else np.zeros(0, np.int64),
+        np.concatenate([one.end_ns for one in found])[order] if found else np.zeros(0, np.int64),
+        np.concatenate([one.alone for one in found])[order] if found else np.zeros(0, np.bool_),
         ptr,
     )
 
 
 @jit
 def _pairs(
-    ptr: IntArray, start: IntArray, end: IntArray, hub: Int32Array
+    ptr: IntArray, start: IntArray, end: IntArray, hub: Int32Array, alone: BoolArray
 ) -> tuple[Int32Array, Int32Array, IntArray, int]:
     """Which member awaits which (positions), the latest start each awaits, and how many wait for fewer than all."""
     total = 0
@@ -196,7 +218,7 @@ def _pairs(
         for m in range(ptr[i], ptr[i + 1]):
             awaited = 0
             for p in range(ptr[i], ptr[i + 1]):
-                if p != m and start[p] >= end[m] - OVERLAP_NS:
+                if p != m and (alone[m] or start[p] >= end[m] - OVERLAP_NS):
                     continue
                 awaited += 1
                 latest[m] = max(latest[m], start[p])
@@ -218,8 +240,8 @@ def _add_rendezvous(draft: Draft, members: Members) -> IntArray:
     size = np.diff(ptr)
     latest = np.maximum.reduceat(members.start_ns, ptr[:-1])
     earliest_end = np.minimum.reduceat(members.end_ns, ptr[:-1])
-    full = (latest < earliest_end - OVERLAP_NS) & (size >= HUB_FROM)
-    src, dst, began, partial = _pairs(ptr, members.start_ns, members.end_ns, full.astype(np.int32))
+    full = (latest < earliest_end - OVERLAP_NS) & (size >= HUB_FROM) & ~np.logical_or.reduceat(members.alone, ptr[:-1])
+    src, dst, began, partial = _pairs(ptr, members.start_ns, members.end_ns, full.astype(np.int32), members.alone)
     draft.contradict(EdgeSource.MATCH, int((size * (size - 1)).sum()), 0)
     if partial:
         draft.offered["members that await fewer than all"] += int(partial)
@@ -266,7 +288,7 @@ def _explain(draft: Draft, gpus: list[RankGpu], members: Members, began: IntArra
             add(draft, gpu, residual)
 
 
-def _quality(draft: Draft, nodes: Columns, residual: IntArray, gpus: list[RankGpu]) -> Quality:
+def _quality(draft: Draft, nodes: Columns, residual: IntArray, ranks: list[int]) -> Quality:
     count = len(residual)
     device = np.isin(nodes["kind"][:count], [int(k) for k in (NodeKind.KERNEL, NodeKind.COPY, NodeKind.ARRIVE)])
     device &= nodes["release_ns"][:count] < 0
@@ -277,7 +299,7 @@ def _quality(draft: Draft, nodes: Columns, residual: IntArray, gpus: list[RankGp
     return Quality(
         explained_starts=float((late <= 20_000).mean()) if len(late) else 1.0,
         explained_tight=float((late <= 5_000).mean()) if len(late) else 1.0,
-        unexplained_stall_ns={gpu.rank: int(by_rank[gpu.rank]) if gpu.rank < len(by_rank) else 0 for gpu in gpus},
+        unexplained_stall_ns={rank: int(by_rank[rank]) if rank < len(by_rank) else 0 for rank in ranks},
         window_ns=window,
         offered=dict(draft.offered),
         contradicted=dict(draft.contradicted),

@@ -1,0 +1,424 @@
+"""Turns one rank without a device (gloo, or no communication at all) into draft nodes and edges.
+
+The main thread becomes a chain of operators and gaps, cut where it issues a collective and where it waits for one.
+Spans of gloo lie on worker threads that take works in order; the recorded end of a span is the worker's, not the moment
+at which the caller is released, so that a caller may go on up to milliseconds earlier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.jit import jit
+from scaletrace.parse.build_draft import Draft
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
+from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
+from scaletrace.parse.health import Health
+from scaletrace.parse.host import ANNOTATION_CATS, OP_CATS, outermost, spans_of, step_of
+from scaletrace.parse.job import KINDS, Job, RankTrace
+
+BLOCKED_NS = 60_000
+EARLY_BLOCKED_NS = 300_000
+EARLY_NS = 9_000_000
+LATE_RELEASE_NS = 1_500_000
+OWN_WAIT_NS = 20_000
+_SEND = KINDS.index("send")
+
+
+@dataclass(frozen=True, slots=True)
+class Works:
+    """The collectives of one rank in order of issue (w rows): the span that carries the time and the issuing call.
+
+    issue_ns  start of the issuing call (of the span where no call is known);  on_main bool: the span lies on the
+    calling thread, where it ends when the caller has waited
+    """
+
+    member: Int32Array
+    row: Int32Array
+    issue_ns: IntArray
+    start_ns: IntArray
+    end_ns: IntArray
+    lane: Int32Array
+    on_main: BoolArray
+    kind: npt.NDArray[np.uint8]
+
+
+def find_works(job: Job, trace: RankTrace) -> Works:
+    """The works of one rank from the job's table of collectives; those without a span are left out."""
+    table, events = job.collectives, trace.events
+    mine = np.flatnonzero((table.rank == trace.rank) & (table.event >= 0))
+    row, host = table.event[mine], table.host_event[mine]
+    start = events.ts_ns[row]
+    issue = np.where(host >= 0, events.ts_ns[np.maximum(host, 0)], start)
+    order = np.lexsort((row, np.minimum(issue, start)))
+    mine, row, host, start, issue = mine[order], row[order], host[order], start[order], issue[order]
+    caller = np.where(host >= 0, events.lane[np.maximum(host, 0)], -1)
+    return Works(
+        mine.astype(np.int32),
+        row.astype(np.int32),
+        np.minimum(issue, start),
+        start,
+        events.end_ns[row],
+        events.lane[row].astype(np.int32),
+        events.lane[row] == caller,
+        table.kind[mine],
+    )
+
+
+@jit
+def _leaves(start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Cut a thread at every start and end: (from, to, innermost interval or -1); intervals sorted by (start, longest)."""
+    n = len(start)
+    stack, top = np.empty(n + 1, np.int64), 0
+    at, to, inner = np.empty(2 * n + 1, np.int64), np.empty(2 * n + 1, np.int64), np.empty(2 * n + 1, np.int64)
+    count = 0
+    now = start[0] if n else 0
+    i = 0
+    while i < n or top > 0:
+        closing = end[stack[top - 1]] if top > 0 else np.iinfo(np.int64).max
+        opening = start[i] if i < n else np.iinfo(np.int64).max
+        moment = min(closing, opening)
+        if moment > now:
+            at[count], to[count] = now, moment
+            inner[count] = stack[top - 1] if top > 0 else -1
+            count += 1
+            now = moment
+        if closing <= opening:
+            top -= 1
+        else:
+            stack[top] = i
+            top += 1
+            i += 1
+    return at[:count], to[:count], inner[:count]
+
+
+@jit
+def _match_waits(
+    at: IntArray, to: IntArray, idle: BoolArray, issue: IntArray, start: IntArray, end: IntArray, on_main: BoolArray
+) -> tuple[IntArray, IntArray, BoolArray]:
+    """Which leaf of the main thread each work was awaited in (-1 none), the binding work of each leaf, and early ones.
+
+    A leaf in which nothing runs and that is long enough waits for the work whose end fits its end best; a work that
+    ends later than the leaf counts where the leaf is long (the caller is released before the worker notes the end).
+    """
+    waited = np.full(len(issue), -1, np.int64)
+    binding = np.full(len(at), -1, np.int64)
+    early = np.zeros(len(at), np.bool_)
+    low = 0
+    for i in range(len(at)):
+        if not idle[i] or to[i] - at[i] <= BLOCKED_NS:
+            continue
+        while low < len(issue) and waited[low] >= 0:
+            low += 1
+        best = -1
+        for w in range(low, len(issue)):
+            if issue[w] > at[i] + 1000:
+                break
+            if waited[w] < 0 and at[i] - 5000 <= end[w] <= to[i] + 1000 and (best < 0 or end[w] > end[best]):
+                best = w
+        if best >= 0 and to[i] - end[best] > LATE_RELEASE_NS:
+            best = -1
+        if best < 0 and to[i] - at[i] > EARLY_BLOCKED_NS:
+            for w in range(low, len(issue)):
+                if issue[w] > at[i] + 1000:
+                    break
+                open_end = waited[w] < 0 and not on_main[w] and to[i] < end[w] <= to[i] + EARLY_NS
+                if open_end and start[w] < to[i] and (best < 0 or end[w] > end[best]):
+                    best = w
+            early[i] = best >= 0
+        if best < 0:
+            continue
+        binding[i] = best
+        for w in range(low, len(issue)):
+            if issue[w] > at[i] + 1000:
+                break
+            if waited[w] < 0 and end[w] <= end[best]:
+                waited[w] = i
+    return waited, binding, early
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Moments at which the main thread waited: [from, to) of the blocked stretch (empty where it didn't block).
+
+    work, point  int32 pairs: work w was awaited at point p;  early bool per pair: released before its recorded end
+    """
+
+    from_ns: IntArray
+    to_ns: IntArray
+    work: Int32Array
+    point: Int32Array
+
+
+def find_waits(events: Events, works: Works, thread: int) -> Waits:
+    """Where the main thread waited for which works; every span on the main thread ends in a wait by definition."""
+    mask = events.in_cats(*OP_CATS, *ANNOTATION_CATS) & (events.lane == thread) & (events.ts_ns != TIME_UNKNOWN)
+    mask[works.row] = False
+    rows = np.flatnonzero(mask)
+    rows = rows[np.lexsort((-events.end_ns[rows], events.ts_ns[rows]))]
+    at, to, inner = _leaves(events.ts_ns[rows], _nest(events.ts_ns[rows], events.end_ns[rows]))
+    quiet = np.array([text.startswith(("c10d", "_c10d")) for text in events.strings], np.bool_)
+    leaf_row = rows[np.maximum(inner, 0)] if len(rows) else inner
+    idle = (inner < 0) | events.in_cats(*ANNOTATION_CATS)[leaf_row] | quiet[events.name[leaf_row]]
+    at, to, idle = _cut_at(at, to, idle, works.end_ns[works.on_main])
+    waited, _, _ = _match_waits(at, to, idle, works.issue_ns, works.start_ns, works.end_ns, works.on_main)
+    leaf = np.unique(waited[waited >= 0])
+    point_of = np.full(len(at), -1, np.int32)
+    point_of[leaf] = np.arange(len(leaf), dtype=np.int32)
+    blocked = np.flatnonzero(waited >= 0)
+    lone = np.flatnonzero((waited < 0) & works.on_main)
+    from_ns = np.concatenate((at[leaf], works.end_ns[lone]))
+    to_ns = np.concatenate((to[leaf], works.end_ns[lone]))
+    point = np.concatenate((point_of[waited[blocked]], len(leaf) + np.arange(len(lone), dtype=np.int32)))
+    return Waits(from_ns, to_ns, np.concatenate((blocked, lone)).astype(np.int32), point.astype(np.int32))
+
+
+@jit
+def _nest(start: IntArray, end: IntArray) -> IntArray:
+    """Ends clipped to the enclosing interval's, so that the intervals nest."""
+    out = end.copy()
+    stack, top = np.empty(len(start) + 1, np.int64), 0
+    for i in range(len(start)):
+        while top > 0 and out[stack[top - 1]] <= start[i]:
+            top -= 1
+        if top > 0:
+            out[i] = min(out[i], out[stack[top - 1]])
+        stack[top] = i
+        top += 1
+    return out
+
+
+def _cut_at(at: IntArray, to: IntArray, idle: BoolArray, cuts: IntArray) -> tuple[IntArray, IntArray, BoolArray]:
+    """Leaves split at further moments."""
+    cuts = np.unique(cuts)
+    points = np.union1d(np.concatenate((at, to)), cuts)
+    if len(points) < 2:
+        return at, to, idle
+    new_at, new_to = points[:-1], points[1:]
+    index = np.clip(np.searchsorted(at, new_at, side="right") - 1, 0, max(len(at) - 1, 0))
+    inside = (new_at >= at[index]) & (new_to <= to[index]) if len(at) else np.zeros(len(new_at), np.bool_)
+    return new_at, new_to, np.where(inside, idle[index], True)
+
+
+@dataclass(frozen=True, slots=True)
+class RankCpu:
+    """What later stages need of one rank: for each work its member row, its nodes and its measured times."""
+
+    rank: int
+    works: Works
+    arrive: Int32Array
+    transfer: Int32Array
+
+
+def main_thread(events: Events, works: Works) -> int:
+    """Lane of the thread that issues the collectives; without any the one with most operators; -1 without those."""
+    ops = events.in_cats(*OP_CATS) & (events.ts_ns != TIME_UNKNOWN)
+    ops[works.row] = False
+    counts = np.bincount(events.lane[ops], minlength=1)
+    return int(counts.argmax()) if counts.sum() else -1
+
+
+def add_cpu_rank(
+    draft: Draft, job: Job, trace: RankTrace, shift_ns: int, instance_of: dict[int, int], health: Health
+) -> RankCpu:
+    """Add the main thread, the works and the edges between them; other threads of operators run beside it."""
+    events, works = trace.events, find_works(job, trace)
+    thread = main_thread(events, works)
+    waits = find_waits(events, works, thread)
+    steps = [(s.number, s.start_ns, s.end_ns) for s in trace.steps]
+    points = _host_points(events, works, waits, thread, steps)
+    host_ids, wait_ids = _add_main(draft, trace, points, waits, thread, steps, shift_ns)
+    arrive, transfer = _add_works(draft, trace, works, waits, steps, instance_of, shift_ns, health)
+    _issue_edges(draft, works, arrive, transfer, points, host_ids)
+    _wait_edges(draft, works, waits, transfer, wait_ids, health)
+    return RankCpu(trace.rank, works, arrive, transfer)
+
+
+def _host_points(
+    events: Events, works: Works, waits: Waits, thread: int, steps: list[tuple[int, int, int]]
+) -> IntArray:
+    """Moments at which the main thread is cut: operators, issues, waits and step boundaries."""
+    ops = events.in_cats(*OP_CATS) & (events.lane == thread) & (events.ts_ns != TIME_UNKNOWN)
+    ops[works.row] = False
+    rows = outermost(events, np.flatnonzero(ops))
+    bounds = [time for _, start, end in steps for time in (start, end)]
+    parts = (
+        events.ts_ns[rows],
+        events.end_ns[rows],
+        works.issue_ns,
+        waits.from_ns,
+        waits.to_ns,
+        np.array(bounds, np.int64),
+    )
+    return np.unique(np.concatenate(parts))
+
+
+def _add_main(
+    draft: Draft,
+    trace: RankTrace,
+    points: IntArray,
+    waits: Waits,
+    thread: int,
+    steps: list[tuple[int, int, int]],
+    shift_ns: int,
+) -> tuple[Int32Array, Int32Array]:
+    """Nodes between the points, in one chain; returns the node that ends at each point and the WAIT of each wait.
+
+    A blocked stretch keeps a short time of its own and then a WAIT of no length, which the awaited works hold back.
+    """
+    events = trace.events
+    if len(points) < 2:
+        return np.full(len(points), -1, np.int32), np.full(len(waits.to_ns), -1, np.int32)
+    at, to = points[:-1], points[1:]
+    blocked = np.zeros(len(at), np.bool_)
+    for_wait = np.searchsorted(points, waits.to_ns) - 1
+    stretch = waits.from_ns < waits.to_ns
+    blocked[for_wait[stretch]] = True
+    dur = np.where(blocked, np.minimum(to - at, OWN_WAIT_NS), to - at)
+    ops = events.in_cats(*OP_CATS) & (events.lane == thread)
+    row = spans_of(events, ops).at(np.full(len(at), thread, np.int32), at)
+    fine = spans_of(events, ops & _communicates(events)).at(np.full(len(at), thread, np.int32), at)
+    row = np.where(fine >= 0, fine, row)
+    name = draft.name_codes(events.strings, np.where(row >= 0, events.name[np.maximum(row, 0)], -1))
+    name[row < 0] = draft.name("between operators")
+    lane = draft.lane(trace.rank, events.lanes[thread].name or f"thread {events.lanes[thread].tid}", False)
+    has_wait = np.zeros(len(at), np.bool_)
+    has_wait[for_wait[for_wait >= 0]] = True
+    count = len(at)
+    order = np.argsort(np.concatenate((np.arange(count) * 2, np.flatnonzero(has_wait) * 2 + 1)), kind="stable")
+    waiting = np.flatnonzero(has_wait)
+    step = step_of(at, steps)
+    both = lambda host, wait: np.concatenate((host, wait))[order]
+    release = np.full(count + len(waiting), NO_RELEASE, np.int64)
+    release[0] = at[0] + shift_ns
+    ids = draft.add_nodes(
+        count + len(waiting),
+        dur_ns=both(dur, np.zeros(len(waiting), np.int64)),
+        release_ns=release,
+        kind=both(np.full(count, int(NodeKind.HOST)), np.full(len(waiting), int(NodeKind.WAIT))),
+        rank=trace.rank,
+        lane=lane,
+        name=both(name, np.full(len(waiting), draft.name("wait for communication"))),
+        step=both(step, step[waiting]),
+        event=both(row, np.full(len(waiting), -1)),
+        start_ns=both(at, to[waiting]) + shift_ns,
+        end_ns=both(at + dur, to[waiting]) + shift_ns,
+    )
+    draft.add_edges(ids[:-1], ids[1:], 0, EdgeKind.PROGRAM, EdgeSource.ORDER)
+    back = np.empty(len(order), np.int64)
+    back[order] = np.arange(len(order))
+    wait_node = np.full(count, -1, np.int32)
+    wait_node[waiting] = ids[back[count:]]
+    last = np.where(has_wait, wait_node, ids[back[:count]])
+    ends_at = np.concatenate(([ids[0]], last)).astype(np.int32)
+    return ends_at, np.where(for_wait >= 0, wait_node[np.maximum(for_wait, 0)], -1).astype(np.int32)
+
+
+def _communicates(events: Events) -> BoolArray:
+    names = np.array([text.startswith(("c10d", "_c10d")) for text in events.strings], np.bool_)
+    return names[events.name]
+
+
+def _add_works(
+    draft: Draft,
+    trace: RankTrace,
+    works: Works,
+    waits: Waits,
+    steps: list[tuple[int, int, int]],
+    instance_of: dict[int, int],
+    shift_ns: int,
+    health: Health,
+) -> tuple[Int32Array, Int32Array]:
+    """ARRIVE and TRANSFER of each work on the lane of its worker (of the caller, apart, for point-to-point)."""
+    events, count = trace.events, len(works.row)
+    lanes = {
+        int(code): draft.lane(
+            trace.rank, events.lanes[int(code)].name or f"thread {events.lanes[int(code)].tid}", False
+        )
+        for code in np.unique(works.lane[~works.on_main])
+    }
+    if works.on_main.any():
+        lanes[-1] = draft.lane(trace.rank, "point to point", False)
+    lane = np.array(
+        [lanes[-1 if main else int(code)] for code, main in zip(works.lane, works.on_main, strict=True)], np.int32
+    )
+    name = draft.name_codes(events.strings, events.name[works.row])
+    instance = np.array([instance_of.get(int(row), -1) for row in works.row], np.int32)
+    common = {
+        "rank": trace.rank,
+        "lane": lane,
+        "name": name,
+        "step": step_of(works.issue_ns, steps),
+        "event": works.row,
+    }
+    start, end = works.start_ns + shift_ns, works.end_ns + shift_ns
+    arrive = draft.add_nodes(
+        count, kind=int(NodeKind.ARRIVE), start_ns=start, end_ns=start, instance=instance, **common
+    )
+    transfer = draft.add_nodes(
+        count,
+        kind=int(NodeKind.TRANSFER),
+        dur_ns=end - start,
+        start_ns=start,
+        end_ns=end,
+        instance=instance,
+        **common,
+    )
+    draft.add_edges(arrive, transfer, 0, EdgeKind.STREAM, EdgeSource.ORDER)
+    return arrive, transfer
+
+
+def _issue_edges(
+    draft: Draft, works: Works, arrive: Int32Array, transfer: Int32Array, points: IntArray, ends_at: Int32Array
+) -> None:
+    """From the issuing call to the work at one latency, and from a worker's last work to its next at one gap."""
+    if not len(works.row) or not len(points):
+        return
+    order = np.lexsort((works.start_ns, works.lane))
+    order = order[~works.on_main[order]]
+    a, b = order[:-1], order[1:]
+    same = works.lane[a] == works.lane[b]
+    a, b = a[same], b[same]
+    before = np.full(len(works.row), np.iinfo(np.int64).min)
+    before[b] = works.end_ns[a]
+    idle = before <= works.issue_ns
+    delay = works.start_ns - works.issue_ns
+    lag = np.zeros(len(delay), np.int64)
+    for group in (works.on_main, ~works.on_main):
+        usable = group & idle
+        if group.any():
+            lag[group] = int(np.median(delay[usable])) if usable.any() else int(np.median(delay[group]))
+    at = np.searchsorted(points, works.issue_ns)
+    lag = np.minimum(lag, delay)
+    draft.add_edges(ends_at[at], arrive, lag, EdgeKind.HAND_OVER, EdgeSource.MATCH)
+    gap = works.start_ns[b] - works.end_ns[a]
+    queued = ~idle[b]
+    typical = int(np.median(gap[queued])) if queued.any() else 0
+    draft.add_edges(transfer[a], arrive[b], np.minimum(typical, gap), EdgeKind.STREAM, EdgeSource.ORDER)
+
+
+def _wait_edges(
+    draft: Draft, works: Works, waits: Waits, transfer: Int32Array, wait_ids: Int32Array, health: Health
+) -> None:
+    """From a work to the wait that it released: one lag for all, or its own negative one where it was released early."""
+    if not len(waits.work):
+        return
+    after = waits.to_ns[waits.point] - works.end_ns[waits.work]
+    latest = np.full(len(waits.to_ns), np.iinfo(np.int64).min)
+    np.maximum.at(latest, waits.point, works.end_ns[waits.work])
+    binds = works.end_ns[waits.work] == latest[waits.point]
+    lag = np.zeros(len(after), np.int64)
+    main = works.on_main[waits.work]
+    for group in (main, ~main):
+        usable = group & binds & (after >= 0)
+        lag[group] = int(np.median(after[usable])) if usable.any() else 0
+    early = after < 0
+    if early.any():
+        health.guessed["waits released before the recorded end of their span"] += int(early.sum())
+    draft.contradict(EdgeSource.WORK_WAIT, len(after), 0)
+    draft.add_edges(
+        transfer[waits.work], wait_ids[waits.point], np.minimum(lag, after), EdgeKind.EVENT_WAIT, EdgeSource.WORK_WAIT
+    )

@@ -21,7 +21,8 @@ from scaletrace.parse.health import Health
 from scaletrace.parse.limits import Limits
 from scaletrace.parse.rawtable import RawTable
 from scaletrace.parse.scan import DONE, SEPARATOR, scan_events
-from scaletrace.parse.scan_text import CONTROL, DEEP, FULL, GROW, NEED, space, string_end, value_end
+from scaletrace.parse.scan_state import FRESH
+from scaletrace.parse.scan_text import CONTROL, DEEP, FULL, GROW, NEED, WHERE, space, string_end, value_end
 
 _HEADER_KEY = re.compile(rb',?\s*"(?:' + salvage.HEADER_KEYS.encode() + rb')"\s*:\s*(?=["\[{\-\d tfn])')
 
@@ -40,14 +41,14 @@ class Document:
 class Walker:
     """Reads one document. `run` may raise CorruptTraceError, NotATraceError and LimitError."""
 
-    __slots__ = ("_buf", "_doc", "_health", "_limits", "_name", "_stack", "_strict", "_where")
+    __slots__ = ("_buf", "_doc", "_health", "_limits", "_name", "_stack", "_state", "_strict")
 
     def __init__(self, pieces: Iterator[bytes], name: str, limits: Limits, strict: bool, health: Health) -> None:
         self._buf = Buffer(pieces, limits.piece_bytes + (1 << 16))
         self._doc = Document(RawTable(limits))
         self._health, self._limits, self._name, self._strict = health, limits, name, strict
         self._stack = np.zeros(limits.max_depth, np.uint8)
-        self._where = np.zeros(2, np.int64)
+        self._state = np.zeros(WHERE + 1, np.int64)
 
     def run(self) -> Document:
         """Walk the whole document."""
@@ -133,12 +134,12 @@ class Walker:
         self._peek()
         buf = self._buf
         while True:
-            after, flags = value_end(buf.data, buf.at, buf.end, self._stack, self._where)
+            after, flags = value_end(buf.data, buf.at, buf.end, self._stack, 0, len(self._stack), self._state)
             if after != NEED or not buf.more():
                 break
             self._bounded(f"the top-level key {key!r}")
         if after == DEEP:
-            raise self._too_deep(buf.base + int(self._where[0]))
+            raise self._too_deep(buf.base + int(self._state[WHERE]))
         if after == NEED:
             self._cut(f"inside the top-level key {key!r}")
             return False
@@ -171,7 +172,7 @@ class Walker:
     def _resync_header(self, key: str) -> bool:
         """Skip an unreadable top-level value up to the next known key."""
         buf = self._buf
-        place = buf.base + max(int(self._where[0]), buf.at)
+        place = buf.base + max(int(self._state[WHERE]), buf.at)
         if self._strict:
             raise self._corrupt(place, f"unreadable top-level key {key!r}")
         while True:
@@ -192,23 +193,24 @@ class Walker:
         """Read events up to the list's end; False where the file ends first."""
         buf, table, fresh = self._buf, self._doc.table, True
         while True:
-            stop, at = scan_events(buf.data, buf.at, buf.end, buf.base, self._strict, fresh, table.work)
-            fresh = bool(table.work.where[1])
+            table.fit(len(buf.data))
+            stop, at = scan_events(buf.data, buf.at, buf.end, buf.base, self._strict, fresh, table.st, table.mem)
+            fresh = bool(table.st[FRESH])
             buf.at = int(at)
             if stop == DONE:
                 return True
             if stop == GROW:
-                table.grow(len(buf.data))
+                table.grow()
             elif stop == FULL:
-                table.drain()
+                table.make_room()
             elif stop == DEEP:
-                raise self._too_deep(buf.base + int(table.work.where[0]))
+                raise self._too_deep(buf.base + int(table.st[WHERE]))
             elif stop == NEED:
                 self._bounded("one event")
                 if not buf.more():
                     return self._events_cut()
             elif stop == SEPARATOR:
-                fresh = self._separator(buf.base + max(int(table.work.where[0]), buf.at))
+                fresh = self._separator(buf.base + max(int(table.st[WHERE]), buf.at))
             elif self._repair():
                 fresh = False
             else:
@@ -251,7 +253,7 @@ class Walker:
     def _repair(self) -> bool:
         """Take the event at the cursor through the slow rungs; False where the file ends inside it."""
         buf, table = self._buf, self._doc.table
-        place = buf.base + int(table.work.where[0])
+        place = buf.base + int(table.st[WHERE])
         if self._strict:
             raise self._corrupt(place, "an event is not valid JSON")
         while self._peek() == ord(","):
@@ -273,7 +275,6 @@ class Walker:
             taken, reasons = False, []
         if taken:
             self._health.repaired.update(sorted(set(reasons)))
-            table.repaired += 1
         else:
             self._health.dropped["events that can't be read"] += 1
             self._health.note(f"an unreadable event dropped at byte {buf.offset:,}")

@@ -34,7 +34,7 @@ def opened(source: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
         if "://" in str(source):
             import fsspec
 
-            stream = fsspec.open(str(source), "rb", compression=None).open()  # noqa: SIM115
+            stream = fsspec.open(str(source), "rb", compression=None).open()
         else:
             stream = open(source, "rb")  # noqa: SIM115
     except (OSError, ValueError, ImportError) as error:

@@ -16,6 +16,7 @@ from scaletrace.parse.events import Events, IntArray
 from scaletrace.parse.health import Health
 from scaletrace.parse.limits import DEFAULT, Limits
 from scaletrace.parse.pieces import Damage, opened, pieces
+from scaletrace.parse.scan_state import STATS
 from scaletrace.parse.table import build
 
 _MAX_BASE_NS = 4_000_000_000_000_000_000
@@ -76,7 +77,7 @@ def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: L
 
 
 def _count(document: Document, health: Health) -> None:
-    stats = document.table.work.stats
+    stats = document.table.st[STATS : STATS + 8]
     for kind, at, reason in (
         ("repaired", scan.CONTROLS, "strings with raw control characters"),
         ("repaired", scan.BAD_ESCAPES, "strings with unknown escapes"),

@@ -6,14 +6,49 @@ column is full. An event is taken whole or not at all, so that every stop can be
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from scaletrace.jit import jit
 from scaletrace.parse.events import ByteArray, IntArray
-from scaletrace.parse.scan_keys import INT, LABELS_KEY, NAME_KEY, REAL, TEXT, KeyTable
-from scaletrace.parse.scan_tables import Lanes, Rows, Strings, intern, lane_of
+from scaletrace.parse.scan_keys import INT, KEY_SLOTS, LABELS_KEY, NAME_KEY, REAL, TEXT
+from scaletrace.parse.scan_state import (
+    ARG_AT,
+    ARG_CAP,
+    ARG_WIDTH,
+    ARGS,
+    ARGUMENTS,
+    CAT,
+    CONTENT,
+    DENSE,
+    DUR,
+    EVENT_AT,
+    EVENT_CAP,
+    EVENT_WIDTH,
+    EVENTS,
+    FRESH,
+    HAVE,
+    ID,
+    KEYS_AT,
+    META,
+    NAME,
+    OTHER_AT,
+    OTHER_CAP,
+    OTHER_WIDTH,
+    OTHERS,
+    PENDING,
+    PH,
+    PID,
+    RECORDS,
+    SCRATCH_AT,
+    STACK_AT,
+    STACK_CAP,
+    STATS,
+    TEXT_AT,
+    TID,
+    TS,
+    intern,
+    lane_of,
+)
 from scaletrace.parse.scan_text import (
     BAD,
     BAD_ESCAPE,
@@ -25,7 +60,7 @@ from scaletrace.parse.scan_text import (
     IS_HUGE,
     NEED,
     SURROGATE,
-    U64Array,
+    WHERE,
     compact,
     fail,
     hash_bytes,
@@ -41,18 +76,14 @@ from scaletrace.parse.scan_text import (
 )
 
 DONE, SEPARATOR = 1, 2
-"""Why the scan stopped: the list ended; two events without one comma between them (`where[0]`: the place)."""
+"""Why the scan stopped: the list ended; two events without one comma between them (st[WHERE]: the place)."""
 
 TAG_INT, TAG_UINT, TAG_REAL, TAG_TEXT = 0, 1, 2, 3
 
 CONTROLS, BAD_ESCAPES, SURROGATES, MISTYPED, HUGE, CAPPED, NO_TIME, NO_PHASE = range(8)
-"""Positions in `stats`."""
-
-PH, CAT, NAME, PID, TID, TS, DUR, ID, HAVE, ARGS, META, CORRELATION = range(12)
-"""Positions in `field`, the event being read; from CORRELATION on stand the four dense arguments."""
+"""Positions in the counts of faults."""
 
 HAS_TS, HAS_ID = 1, 2
-NOT_GIVEN = -1
 MISSING = -1
 
 _K_PH, _K_TS, _K_ID, _K_CAT, _K_PID, _K_TID, _K_DUR, _K_NAME, _K_ARGS = (
@@ -63,43 +94,27 @@ _U29 = np.uint64(29)
 _I63 = np.uint64(0x7FFFFFFFFFFFFFFF)
 
 
-class Work(NamedTuple):
-    """All that the scanner reads and writes besides the buffer. `field`, `pending`, `content`: the event at hand."""
-
-    strings: Strings
-    lanes: Lanes
-    rows: Rows
-    keys: KeyTable
-    stack: ByteArray
-    scratch: ByteArray
-    field: IntArray
-    pending: IntArray
-    content: U64Array
-    stats: IntArray
-    where: IntArray
-
-
 @jit
-def _count_flags(pending: IntArray, flags: int) -> None:
+def _count_flags(st: IntArray, flags: int) -> None:
     if flags & CONTROL:
-        pending[CONTROLS] += 1
+        st[PENDING + CONTROLS] += 1
     if flags & BAD_ESCAPE:
-        pending[BAD_ESCAPES] += 1
+        st[PENDING + BAD_ESCAPES] += 1
     if flags & SURROGATE:
-        pending[SURROGATES] += 1
+        st[PENDING + SURROGATES] += 1
 
 
 @jit
-def _skip(buf: ByteArray, i: int, end: int, w: Work) -> int:
+def _skip(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> int:
     """Position after the value at `i`."""
-    after, flags = value_end(buf, i, end, w.stack, w.where)
+    after, flags = value_end(buf, i, end, mem, st[STACK_AT], st[STACK_CAP], st)
     if flags & ~ESCAPE:
-        _count_flags(w.pending, flags)
+        _count_flags(st, flags)
     return after
 
 
 @jit
-def _text(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, int]:
+def _text(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, int]:
     """(position after, code) of the value at `i` as text: a string's content, JSON without white space, -1 for null."""
     c = buf[i]
     if c == 34:
@@ -107,26 +122,28 @@ def _text(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, int]:
         if close < 0:
             return close, 0
         if flags == 0:
-            return close + 1, intern(w.strings, buf, i + 1, close, h)
-        n, more = unescape(buf, i + 1, close, w.scratch)
-        _count_flags(w.pending, flags | more)
-        return close + 1, intern(w.strings, w.scratch, 0, n, hash_bytes(w.scratch, 0, n))
-    after = _skip(buf, i, end, w)
+            return close + 1, intern(st, mem, buf, i + 1, close, h)
+        a = st[SCRATCH_AT]
+        b, more = unescape(buf, i + 1, close, mem, a)
+        _count_flags(st, flags | more)
+        return close + 1, intern(st, mem, mem, a, b, hash_bytes(mem, a, b))
+    after = _skip(buf, i, end, st, mem)
     if after < 0 or c == 110:
         return after, MISSING
     if c == 123 or c == 91:
-        n = compact(buf, i, after, w.scratch)
-        return after, intern(w.strings, w.scratch, 0, n, hash_bytes(w.scratch, 0, n))
-    return after, intern(w.strings, buf, i, after, hash_bytes(buf, i, after))
+        a = st[SCRATCH_AT]
+        b = compact(buf, i, after, mem, a)
+        return after, intern(st, mem, mem, a, b, hash_bytes(mem, a, b))
+    return after, intern(st, mem, buf, i, after, hash_bytes(buf, i, after))
 
 
 @jit
-def _token(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, int]:
+def _token(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, int]:
     """(position after, code) of the value at `i` as JSON text, so that 7 and "7" stay different."""
-    after = _skip(buf, i, end, w)
+    after = _skip(buf, i, end, st, mem)
     if after < 0:
         return after, 0
-    return after, intern(w.strings, buf, i, after, hash_bytes(buf, i, after))
+    return after, intern(st, mem, buf, i, after, hash_bytes(buf, i, after))
 
 
 @jit
@@ -144,21 +161,21 @@ def _digits_in(buf: ByteArray, a: int, b: int) -> tuple[bool, int]:
 
 
 @jit
-def _integer(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, int, int]:
+def _integer(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, int, int]:
     """(position after, tag, value) of an integer argument; tag -1 where there is none."""
     c = buf[i]
     if c == 45 or 48 <= c <= 57:
-        after, negative, digits, power, kind = number(buf, i, end, w.where)
+        after, negative, digits, power, kind = number(buf, i, end, st)
         if after < 0:
             return after, -1, 0
         if kind == IS_HUGE or (negative and digits > _I63):
-            w.pending[HUGE] += 1
+            st[PENDING + HUGE] += 1
             return after, -1, 0
         if kind == IS_FLOAT:
             value, over = scaled(negative, digits, power)
             exact = not over and real(negative, digits, power) == np.float64(value)
             if not exact:
-                w.pending[MISTYPED] += 1
+                st[PENDING + MISTYPED] += 1
             return after, (TAG_INT if exact else -1), value
         if digits > _I63:
             return after, TAG_UINT, np.int64(digits)
@@ -170,33 +187,33 @@ def _integer(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, int, int]:
             return close, -1, 0
         ok, value = _digits_in(buf, i + 1, close)
         if not ok:
-            w.pending[MISTYPED] += 1
+            st[PENDING + MISTYPED] += 1
         return close + 1, (TAG_INT if ok else -1), value
     if c == 116 or c == 102:
-        return literal(buf, i, end, w.where), TAG_INT, (1 if c == 116 else 0)
+        return literal(buf, i, end, st), TAG_INT, (1 if c == 116 else 0)
     if c != 110:
-        w.pending[MISTYPED] += 1
-    return _skip(buf, i, end, w), -1, 0
+        st[PENDING + MISTYPED] += 1
+    return _skip(buf, i, end, st, mem), -1, 0
 
 
 @jit
-def _real(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, int, int]:
+def _real(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, int, int]:
     """(position after, tag, bits) of a float64 argument; tag -1 where there is none."""
     c = buf[i]
     if c == 45 or 48 <= c <= 57:
-        after, negative, digits, power, kind = number(buf, i, end, w.where)
+        after, negative, digits, power, kind = number(buf, i, end, st)
         if after < 0 or kind == IS_HUGE:
             return after, -1, 0
         return after, TAG_REAL, np.float64(real(negative, digits, power)).view(np.int64)
     if c != 110:
-        w.pending[MISTYPED] += 1
-    return _skip(buf, i, end, w), -1, 0
+        st[PENDING + MISTYPED] += 1
+    return _skip(buf, i, end, st, mem), -1, 0
 
 
 @jit
-def _product(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, int, int]:
+def _product(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, int, int]:
     """(position after, tag, value) of the product of the integers in a list such as [864, 1, 1] or "864,1,1"."""
-    after = _skip(buf, i, end, w)
+    after = _skip(buf, i, end, st, mem)
     if after < 0:
         return after, -1, 0
     product, value, digits = 1, 0, 0
@@ -215,14 +232,15 @@ def _product(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, int, int]:
 
 
 @jit
-def _wanted(keys: KeyTable, h: np.uint64, length: int) -> int:
+def _wanted(st: IntArray, h: np.uint64, length: int) -> int:
     """Number of the argument key with this hash and length, -1 where nobody wants it."""
-    slot = np.int64(h & np.uint64(len(keys.hash) - 1))
-    while keys.number[slot] >= 0:
-        if keys.hash[slot] == h and keys.length[slot] == length:
-            return keys.number[slot]
-        slot = (slot + 1) & (len(keys.hash) - 1)
-    return -1
+    slot = np.int64(h & np.uint64(KEY_SLOTS - 1))
+    signed = np.int64(h)
+    while True:
+        at = KEYS_AT + 3 * slot
+        if st[at + 2] < 0 or (st[at] == signed and st[at + 1] == length):
+            return st[at + 2]
+        slot = (slot + 1) & (KEY_SLOTS - 1)
 
 
 @jit
@@ -232,146 +250,145 @@ def _mix(key: int, value: np.uint64) -> np.uint64:
 
 
 @jit
-def _argument(buf: ByteArray, i: int, end: int, key: int, w: Work) -> int:
+def _argument(buf: ByteArray, i: int, end: int, key: int, st: IntArray, mem: ByteArray) -> int:
     """Read the wanted argument `key`, whose value starts at `i`; position after it or a stop code."""
-    kind = w.keys.kind[key]
+    kind = st[KEYS_AT + 3 * KEY_SLOTS + key]
     if kind == TEXT:
-        after, code = _text(buf, i, end, w)
+        after, code = _text(buf, i, end, st, mem)
         if after < 0 or code == MISSING:
             return after
         if code < 0:
             return code
         if key in (NAME_KEY, LABELS_KEY):
-            w.field[META] = code
-        tag, value, hashed = TAG_TEXT, code, w.strings.hash[code]
+            st[META] = code
+        tag, value, hashed = TAG_TEXT, code, np.uint64(st[st[TEXT_AT] + 3 * code + 2])
     else:
         if kind == INT:
-            after, tag, value = _integer(buf, i, end, w)
+            after, tag, value = _integer(buf, i, end, st, mem)
         elif kind == REAL:
-            after, tag, value = _real(buf, i, end, w)
+            after, tag, value = _real(buf, i, end, st, mem)
         else:
-            after, tag, value = _product(buf, i, end, w)
+            after, tag, value = _product(buf, i, end, st, mem)
         if after < 0 or tag < 0:
             return after
         hashed = np.uint64(value)
-    w.content[0] += _mix(key, hashed)
+    st[CONTENT] += np.int64(_mix(key, hashed))
     if key < 4 and tag == TAG_INT:
-        w.field[CORRELATION + key] = value
+        st[DENSE + key] = value
         return after
-    rows = w.rows
-    at = rows.count[1] + w.field[ARGS]
-    if at == len(rows.arg_row):
+    at = st[ARGUMENTS] + st[ARGS]
+    if at == st[ARG_CAP]:
         return FULL
-    rows.arg_row[at], rows.arg_key[at], rows.arg_tag[at], rows.arg_value[at] = rows.count[0], key, tag, value
-    w.field[ARGS] += 1
+    at = st[ARG_AT] + ARG_WIDTH * at
+    st[at], st[at + 1] = st[EVENTS] << 16 | key << 8 | tag, value
+    st[ARGS] += 1
     return after
 
 
 @jit
-def _arguments(buf: ByteArray, i: int, end: int, w: Work) -> int:
+def _arguments(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> int:
     """Read the "args" value at `i`; position after it or a stop code."""
-    w.field[ARGS] = 0
+    st[ARGS] = 0
     if buf[i] != 123:
-        return _skip(buf, i, end, w)
+        return _skip(buf, i, end, st, mem)
     i = space(buf, i + 1)
     if buf[i] == 125:
         return i + 1
     while True:
         if buf[i] != 34:
-            return fail(i, end, w.where)
+            return fail(i, end, st)
         close, flags, h = string_hash(buf, i + 1, end)
         if close < 0:
             return close
         if flags & ~ESCAPE:
-            _count_flags(w.pending, flags)
-        key = _wanted(w.keys, h, close - i - 1)
+            _count_flags(st, flags)
+        key = _wanted(st, h, close - i - 1)
         i = space(buf, close + 1)
         if buf[i] != 58:
-            return fail(i, end, w.where)
+            return fail(i, end, st)
         i = space(buf, i + 1)
-        i = _argument(buf, i, end, key, w) if key >= 0 else _skip(buf, i, end, w)
+        i = _argument(buf, i, end, key, st, mem) if key >= 0 else _skip(buf, i, end, st, mem)
         if i < 0:
             return i
         i = space(buf, i)
         if buf[i] == 125:
             return i + 1
         if buf[i] != 44:
-            return fail(i, end, w.where)
+            return fail(i, end, st)
         i = space(buf, i + 1)
 
 
 @jit
-def _time(buf: ByteArray, i: int, end: int, w: Work) -> tuple[int, bool, int]:
+def _time(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, bool, int]:
     """(position after, whether there is a number, integer ns) of a time in microseconds at `i`."""
     quoted = buf[i] == 34
     a = i + 1 if quoted else i
     if buf[a] != 45 and not 48 <= buf[a] <= 57:
-        return _skip(buf, i, end, w), False, 0
-    after, negative, digits, power, _ = number(buf, a, end, w.where)
+        return _skip(buf, i, end, st, mem), False, 0
+    after, negative, digits, power, _ = number(buf, a, end, st)
     if after < 0:
-        return (_skip(buf, i, end, w) if quoted and after == BAD else after), False, 0
+        return (_skip(buf, i, end, st, mem) if quoted and after == BAD else after), False, 0
     value, over = scaled(negative, digits, power + 3)
     if over:
-        w.pending[CAPPED] += 1
+        st[PENDING + CAPPED] += 1
     if quoted:
-        return (after + 1, True, value) if buf[after] == 34 else (_skip(buf, i, end, w), False, 0)
+        return (after + 1, True, value) if buf[after] == 34 else (_skip(buf, i, end, st, mem), False, 0)
     return after, True, value
 
 
 @jit
-def _value(buf: ByteArray, i: int, end: int, key: int, w: Work) -> int:
+def _value(buf: ByteArray, i: int, end: int, key: int, st: IntArray, mem: ByteArray) -> int:
     """Read the value at `i` of the event key `key` (its bytes as a big-endian number); position after or stop code."""
-    field = w.field
     if key in (_K_NAME, _K_CAT):
-        i, code = _text(buf, i, end, w)
-        field[NAME if key == _K_NAME else CAT] = code
+        i, code = _text(buf, i, end, st, mem)
+        st[NAME if key == _K_NAME else CAT] = code
         return GROW if i >= 0 and code == GROW else i
     if key in (_K_PID, _K_TID):
-        i, code = _token(buf, i, end, w)
-        field[PID if key == _K_PID else TID] = code
+        i, code = _token(buf, i, end, st, mem)
+        st[PID if key == _K_PID else TID] = code
         return GROW if i >= 0 and code == GROW else i
     if key == _K_TS:
-        i, given, field[TS] = _time(buf, i, end, w)
+        i, given, st[TS] = _time(buf, i, end, st, mem)
         if given:
-            field[HAVE] |= HAS_TS
+            st[HAVE] |= HAS_TS
         return i
     if key == _K_DUR:
-        i, given, field[DUR] = _time(buf, i, end, w)
+        i, given, st[DUR] = _time(buf, i, end, st, mem)
         return i
     if key == _K_ARGS:
-        return _arguments(buf, i, end, w)
+        return _arguments(buf, i, end, st, mem)
     if key == _K_ID:
-        mistyped = w.pending[MISTYPED]
-        i, tag, field[ID] = _integer(buf, i, end, w)
-        w.pending[MISTYPED] = mistyped
+        mistyped = st[PENDING + MISTYPED]
+        i, tag, st[ID] = _integer(buf, i, end, st, mem)
+        st[PENDING + MISTYPED] = mistyped
         if tag >= 0:
-            field[HAVE] |= HAS_ID
+            st[HAVE] |= HAS_ID
         return i
     if key == _K_PH and buf[i] == 34 and buf[i + 2] == 34:
-        field[PH] = buf[i + 1]
+        st[PH] = buf[i + 1]
         return i + 3
-    return _skip(buf, i, end, w)
+    return _skip(buf, i, end, st, mem)
 
 
 @jit
-def _event(buf: ByteArray, i: int, end: int, w: Work) -> int:
-    """Read the object whose brace stands at `i` into `field`; position after it or a stop code."""
-    w.field[:] = 0
-    w.field[CAT] = w.field[NAME] = w.field[PID] = w.field[TID] = w.field[META] = NOT_GIVEN
-    w.field[CORRELATION:] = MISSING
-    w.content[0] = np.uint64(0)
-    w.pending[:] = 0
+def _event(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> int:
+    """Read the object whose brace stands at `i` as the event at hand; position after it or a stop code."""
+    for k in range(PENDING + 8):
+        st[k] = 0
+    st[CAT] = st[NAME] = st[PID] = st[TID] = st[META] = MISSING
+    for k in range(DENSE, DENSE + 4):
+        st[k] = MISSING
     i = space(buf, i + 1)
     if buf[i] == 125:
         return i + 1
     while True:
         if buf[i] != 34:
-            return fail(i, end, w.where)
+            return fail(i, end, st)
         close, flags = string_end(buf, i + 1, end)
         if close < 0:
             return close
         if flags:
-            w.where[0] = i
+            st[WHERE] = i
             return BAD
         key = 0
         if close - i <= 5:
@@ -379,72 +396,70 @@ def _event(buf: ByteArray, i: int, end: int, w: Work) -> int:
                 key = key << 8 | np.int64(buf[k])
         i = space(buf, close + 1)
         if buf[i] != 58:
-            return fail(i, end, w.where)
+            return fail(i, end, st)
         i = space(buf, i + 1)
-        i = _value(buf, i, end, key, w)
+        i = _value(buf, i, end, key, st, mem)
         if i < 0:
             return i
         i = space(buf, i)
         if buf[i] == 125:
             return i + 1
         if buf[i] != 44:
-            return fail(i, end, w.where)
+            return fail(i, end, st)
         i = space(buf, i + 1)
 
 
 @jit
-def _commit(w: Work, offset: int) -> int:
-    """Move `field` to the columns of its kind of record; 0, or GROW / FULL where there is no room."""
-    field, rows = w.field, w.rows
-    count = rows.count
-    if count[0] == len(rows.ph) or count[2] == len(rows.flow_ph) or count[3] == len(rows.meta_name):
+def _commit(st: IntArray, offset: int) -> int:
+    """Write the event at hand as a row of its kind of record; 0, or GROW / FULL where there is no room."""
+    if st[EVENTS] == st[EVENT_CAP] or st[OTHERS] == st[OTHER_CAP]:
         return FULL
-    ph = field[PH]
-    lane = lane_of(w.lanes, field[PID], field[TID])
+    ph = st[PH]
+    lane = lane_of(st, st[PID], st[TID])
     if lane < 0:
         return GROW
+    at = st[OTHER_AT] + OTHER_WIDTH * st[OTHERS]
     if ph == 77:
-        n = count[3]
-        rows.meta_name[n], rows.meta_lane[n], rows.meta_value[n] = field[NAME], lane, field[META]
-        count[3] += 1
+        st[at], st[at + 1], st[at + 2], st[at + 3] = ph, lane, st[NAME], st[META]
+        st[OTHERS] += 1
     elif ph == 115 or ph == 116 or ph == 102:
-        n = count[2]
-        rows.flow_ph[n], rows.flow_cat[n], rows.flow_lane[n] = ph, field[CAT], lane
-        rows.flow_id[n], rows.flow_ts[n] = field[ID], field[TS]
-        if field[HAVE] & HAS_ID and field[HAVE] & HAS_TS:
-            count[2] += 1
+        st[at], st[at + 1], st[at + 2], st[at + 3], st[at + 4] = ph, lane, st[CAT], st[ID], st[TS]
+        if st[HAVE] == HAS_TS | HAS_ID:
+            st[OTHERS] += 1
         else:
-            w.pending[NO_TIME] += 1
-    elif not field[HAVE] & HAS_TS:
-        w.pending[NO_TIME] += 1
+            st[PENDING + NO_TIME] += 1
+    elif not st[HAVE] & HAS_TS:
+        st[PENDING + NO_TIME] += 1
     else:
         if ph == 0:
-            w.pending[NO_PHASE] += 1
+            st[PENDING + NO_PHASE] += 1
             ph = 88
-        n = count[0]
-        rows.ph[n], rows.cat[n], rows.name[n], rows.lane[n] = ph, field[CAT], field[NAME], lane
-        rows.ts[n], rows.dur[n], rows.offset[n], rows.content[n] = field[TS], field[DUR], offset, w.content[0]
+        at = st[EVENT_AT] + EVENT_WIDTH * st[EVENTS]
+        st[at], st[at + 1], st[at + 2], st[at + 3] = ph, st[CAT], st[NAME], lane
+        st[at + 4], st[at + 5], st[at + 6], st[at + 7] = st[TS], st[DUR], offset, st[CONTENT]
         for k in range(4):
-            rows.dense[n, k] = field[CORRELATION + k]
-        count[0] += 1
-        count[1] += field[ARGS]
-    count[4] += 1
-    for k in range(len(w.pending)):
-        w.stats[k] += w.pending[k]
+            st[at + 8 + k] = st[DENSE + k]
+        st[EVENTS] += 1
+        st[ARGUMENTS] += st[ARGS]
+    st[RECORDS] += 1
+    for k in range(8):
+        st[STATS + k] += st[PENDING + k]
     return 0
 
 
 @jit
-def scan_events(buf: ByteArray, i: int, end: int, base: int, strict: bool, fresh: bool, w: Work) -> tuple[int, int]:
+def scan_events(
+    buf: ByteArray, i: int, end: int, base: int, strict: bool, fresh: bool, st: IntArray, mem: ByteArray
+) -> tuple[int, int]:
     """(why it stopped, position to go on from), reading the list of events from `i`.
 
     `fresh` says that no comma is due before the next event. `base` is the file offset of buf[0].
-    Stops: DONE (after the list's bracket), NEED, BAD and DEEP (at the event's brace; `where[0]` the wrong byte),
-    GROW and FULL (make room and come again), SEPARATOR (at what stands where a comma should). `where[1]` is the
+    Stops: DONE (after the list's bracket), NEED, BAD and DEEP (at the event's brace; st[WHERE] the wrong byte),
+    GROW and FULL (make room and come again), SEPARATOR (at what stands where a comma should). st[FRESH] is the
     `fresh` to come again with.
     """
     while True:
-        w.where[1] = fresh
+        st[FRESH] = fresh
         i = space(buf, i)
         if buf[i] == 93:
             return DONE, i + 1
@@ -455,17 +470,17 @@ def scan_events(buf: ByteArray, i: int, end: int, base: int, strict: bool, fresh
         else:
             start = i
         if buf[start] != 123:
-            w.where[0] = start
+            st[WHERE] = start
             return (NEED if start >= end else SEPARATOR), i
-        after = _event(buf, start, end, w)
+        after = _event(buf, start, end, st, mem)
         if after < 0:
             return after, i
         if strict:
             for k in range(3):
-                if w.pending[k]:
-                    w.where[0] = start
+                if st[PENDING + k]:
+                    st[WHERE] = start
                     return BAD, i
-        stop = _commit(w, base + start)
+        stop = _commit(st, base + start)
         if stop < 0:
             return stop, i
         i = after

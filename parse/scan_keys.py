@@ -5,12 +5,9 @@ Every other argument stays in the file and is read on demand (`TraceFile.argumen
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from scaletrace.parse.events import ByteArray, IntArray
-from scaletrace.parse.scan_text import U64Array
+from scaletrace.parse.events import IntArray
 
 INT, REAL, TEXT, PRODUCT = 0, 1, 2, 3
 """How a wanted argument is stored: integer (also from "17", true, 2.0), float64, text or JSON, product of a list."""
@@ -27,7 +24,7 @@ Python id|Python parent id|Python module id|Python thread
 Bytes|Addr|Device Type|Device Id|Total Allocated|Total Reserved
 fromDevice|inDevice|toDevice|num_warps|num_stages|flops|sqid|seq_num|stream_id|Op count|hsa_queue|Trace iteration
 """
-_REALS = "blocks per SM|warps per SM|est. achieved occupancy %|memory bandwidth (GB/s)|Est. SM Efficiency|value"
+_REALS = "blocks per SM|warps per SM|est. achieved occupancy %|Est. SM Efficiency|value"
 _TEXTS = """
 Collective name|dtype|In split size|Out split size
 Process Group Name|Process Group Description|Process Group Ranks
@@ -53,13 +50,7 @@ NAMES = tuple(KINDS)
 NAME_KEY, LABELS_KEY = NAMES.index("name"), NAMES.index("labels")
 
 
-class KeyTable(NamedTuple):
-    """Open-addressing table from key text to key number, and each key number's kind."""
-
-    hash: U64Array
-    length: IntArray
-    number: IntArray
-    kind: ByteArray
+KEY_SLOTS = 512
 
 
 def fnv1a(text: bytes) -> int:
@@ -70,22 +61,19 @@ def fnv1a(text: bytes) -> int:
     return h
 
 
-def key_table() -> KeyTable:
-    """The table of all wanted keys, older spellings included."""
-    slots = 512
-    table = KeyTable(
-        np.zeros(slots, np.uint64),
-        np.zeros(slots, np.int64),
-        np.full(slots, -1, np.int64),
-        np.array([KINDS[name] for name in NAMES], np.uint8),
-    )
+def key_table() -> IntArray:
+    """int64[3 x KEY_SLOTS + 256]: open-addressing table of (hash, length, number) for all spellings, then the kinds."""
+    slots = np.zeros((KEY_SLOTS, 3), np.int64)
+    slots[:, 2] = -1
     spellings = {name: NAMES.index(name) for name in NAMES}
     for name, stored in (*_PRODUCTS.items(), *_OLDER_NAMES.items()):
         spellings[name] = NAMES.index(stored)
     for name, number in spellings.items():
         h = fnv1a(name.encode())
-        slot = h % slots
-        while table.number[slot] >= 0:
-            slot = (slot + 1) % slots
-        table.hash[slot], table.length[slot], table.number[slot] = h, len(name.encode()), number
-    return table
+        slot = h % KEY_SLOTS
+        while slots[slot, 2] >= 0:
+            slot = (slot + 1) % KEY_SLOTS
+        slots[slot] = np.array(h, np.uint64).view(np.int64), len(name.encode()), number
+    kinds = np.zeros(256, np.int64)
+    kinds[: len(NAMES)] = [KINDS[name] for name in NAMES]
+    return np.concatenate([slots.ravel(), kinds])

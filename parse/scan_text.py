@@ -2,7 +2,7 @@
 
 Every buffer ends in at least `SENTINEL` zero bytes after `end`, so that loops test the byte instead of the position.
 Functions return the position after what they read, or a negative code: NEED (the buffer ends inside the value),
-BAD (not JSON; `where[0]` is the place) or DEEP (nested too deep).
+BAD (not JSON; `where[WHERE]` is the place) or DEEP (nested too deep).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from scaletrace.jit import jit
 from scaletrace.parse.events import ByteArray, IntArray
 
 SENTINEL = 16
+WHERE = 32
+"""Position in the state array (`where`) of the place of the last error."""
 
 NEED, BAD, GROW, FULL, DEEP = -1, -2, -3, -4, -5
 
@@ -49,7 +51,7 @@ def fail(i: int, end: int, where: IntArray) -> int:
     """NEED where the buffer ended, BAD (and the place) where the byte is wrong."""
     if i >= end:
         return NEED
-    where[0] = i
+    where[WHERE] = i
     return BAD
 
 
@@ -168,12 +170,12 @@ def four_hex(buf: ByteArray, i: int) -> int:
 
 
 @jit
-def unescape(buf: ByteArray, a: int, b: int, out: ByteArray) -> tuple[int, int]:
-    """(length, flags) of the string buf[a:b] with its escapes resolved into UTF-8 in `out`.
+def unescape(buf: ByteArray, a: int, b: int, out: ByteArray, to: int) -> tuple[int, int]:
+    """(end, flags) of the string buf[a:b] with its escapes resolved into UTF-8 in `out` from `to` on.
 
     Half a surrogate pair becomes U+FFFD; an unknown escape stays as written.
     """
-    n, flags, i = 0, 0, a
+    n, flags, i = to, 0, a
     while i < b:
         c = np.int64(buf[i])
         if c != 92 or i + 1 >= b:
@@ -368,16 +370,18 @@ def scalar_end(buf: ByteArray, i: int, end: int, where: IntArray) -> tuple[int, 
 
 
 @jit
-def value_end(buf: ByteArray, i: int, end: int, stack: ByteArray, where: IntArray) -> tuple[int, int]:
-    """(position after the JSON value at `i`, flags of all strings in it); `stack` bounds the depth."""
+def value_end(
+    buf: ByteArray, i: int, end: int, stack: ByteArray, bottom: int, room: int, where: IntArray
+) -> tuple[int, int]:
+    """(position after the JSON value at `i`, flags of its strings); stack[bottom : bottom + room] bounds the depth."""
     depth, flags = 0, 0
     while True:
         c = buf[i]
         if c == 123 or c == 91:
-            if depth == len(stack):
-                where[0] = i
+            if depth == room:
+                where[WHERE] = i
                 return DEEP, flags
-            stack[depth] = c
+            stack[bottom + depth] = c
             depth += 1
             i = space(buf, i + 1)
             if buf[i] == c + 2:
@@ -395,17 +399,19 @@ def value_end(buf: ByteArray, i: int, end: int, stack: ByteArray, where: IntArra
             flags |= more
             if i < 0:
                 return i, flags
-        i, depth = _close(buf, i, end, stack, depth, where)
+        i, depth = _close(buf, i, end, stack, bottom, depth, where)
         if i < 0 or depth == 0:
             return i, flags
 
 
 @jit
-def _close(buf: ByteArray, i: int, end: int, stack: ByteArray, depth: int, where: IntArray) -> tuple[int, int]:
+def _close(
+    buf: ByteArray, i: int, end: int, stack: ByteArray, bottom: int, depth: int, where: IntArray
+) -> tuple[int, int]:
     """(position of the next value, depth) after a value has ended at `i`; depth 0 when the outermost one has."""
     while depth > 0:
         i = space(buf, i)
-        top = stack[depth - 1]
+        top = stack[bottom + depth - 1]
         if buf[i] == 44:
             i = space(buf, i + 1)
             return (key_end(buf, i, end, where) if top == 123 else i), depth
@@ -417,9 +423,9 @@ def _close(buf: ByteArray, i: int, end: int, stack: ByteArray, depth: int, where
 
 
 @jit
-def compact(buf: ByteArray, a: int, b: int, out: ByteArray) -> int:
-    """Length of the JSON value buf[a:b] copied into `out` without the white space between its tokens."""
-    n, i, quoted = 0, a, False
+def compact(buf: ByteArray, a: int, b: int, out: ByteArray, to: int) -> int:
+    """End of the JSON value buf[a:b] copied into `out` from `to` on, without the white space between its tokens."""
+    n, i, quoted = to, a, False
     while i < b:
         c = buf[i]
         if quoted:

@@ -26,6 +26,7 @@ from scaletrace.parse.health import Health
 from scaletrace.parse.rawtable import RawTable
 from scaletrace.parse.scan import MISSING, TAG_TEXT, TAG_UINT
 from scaletrace.parse.scan_keys import KINDS, LABELS_KEY, NAME_KEY, NAMES, REAL, TEXT
+from scaletrace.parse.scan_state import texts_of
 
 _META_ONLY = (NAME_KEY, LABELS_KEY)
 _WINDOW_END = b"Record Window End"
@@ -35,11 +36,12 @@ def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArr
     """(events, document offset of each event's text). Empties `table`."""
     table.drain()
     n = table.events
-    ph = table.take("ph", np.uint8)
-    ts, dur, content = table.take("ts"), table.take("dur"), table.take("content", np.uint64)
-    dense, offset = table.take("dense"), table.take("offset")
-    names, cats, lanes = (table.take(column, np.int32) for column in ("name", "cat", "lane"))
-    flow_columns = {column: table.take(f"flow_{column}") for column in ("ph", "cat", "lane", "id", "ts")}
+    ph = table.take("ph")
+    ts, dur, content, offset = (table.take(column) for column in ("ts", "dur", "content", "offset"))
+    dense = [table.take(column) for column in ("correlation", "external_id", "stream", "device")]
+    names, cats, lanes = (table.take(column) for column in ("name", "cat", "lane"))
+    others = table.take_others()
+    meta, flows = others[others[:, 0] == ord("M")], others[others[:, 0] != ord("M")]
     raw_args = {number: table.take_arg(number) for number in range(len(NAMES)) if number not in _META_ONLY}
     ts = tidy.mark_unknown(ts, health)
     dur = tidy.clip(ph, ts, dur, _window_end(table, ph, names), health)
@@ -47,11 +49,11 @@ def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArr
 
     strings, recode = _strings(table, names, raw_args, health)
     names = recode[names]
-    cat_texts, cat_recode = _cats(table, cats, flow_columns["cat"])
+    cat_texts, cat_recode = _cats(table, cats, flows[:, 2])
     cats = cat_recode[cats]
-    lane_list, lane_recode = _lanes(table, lanes, flow_columns["lane"])
+    lane_list, lane_recode = _lanes(table, lanes, flows[:, 1], meta)
     lanes = lane_recode[lanes]
-    order = _order(ts, dur, (lanes, names, cats, ph, *dense.T, content))
+    order = _order(ts, dur, (lanes, names, cats, ph, *dense, content))
     place = np.empty(n, np.int32)
     place[order] = np.arange(n, dtype=np.int32)
     args = {}
@@ -66,15 +68,15 @@ def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArr
         lane=lanes[order],
         ts_ns=ts[order],
         dur_ns=dur[order],
-        correlation=dense[order, 0],
-        external_id=dense[order, 1],
-        stream=dense[order, 2],
-        device=dense[order, 3],
+        correlation=dense[0][order],
+        external_id=dense[1][order],
+        stream=dense[2][order],
+        device=dense[3][order],
         strings=strings,
         cats=cat_texts,
         lanes=lane_list,
         args=args,
-        flows=_flows(flow_columns, cat_recode, lane_recode, base_ns),
+        flows=_flows(flows, cat_recode, lane_recode, base_ns),
     )
     return events, offset[order]
 
@@ -105,14 +107,14 @@ def _strings(
     table: RawTable, names: Int32Array, raw_args: dict[int, Any], health: Health
 ) -> tuple[tuple[str, ...], CodeArray]:
     """(sorted texts of names and text arguments, new code of every old one; [-1] is the code of "" if needed)."""
-    used = np.zeros(int(table.work.strings.used[0]) + 1, np.bool_)
+    used = np.zeros(table.text_count + 1, np.bool_)
     used[names] = True
     for raw in raw_args.values():
         if raw is not None:
             _, tags, values = raw
             used[values[tags == TAG_TEXT]] = True
     needs_empty, used = bool(used[-1]), used[:-1]
-    raw_texts, codes = table.texts(used)
+    raw_texts, codes = texts_of(table.st, table.mem, used)
     texts, broken = [], 0
     for raw_text in raw_texts:
         try:
@@ -135,21 +137,22 @@ def _cats(table: RawTable, cats: Int32Array, flow_cats: IntArray) -> tuple[tuple
     codes = np.union1d(cats, flow_cats).astype(np.int64)
     texts = [table.text(code).decode("utf-8", "replace") for code in codes.tolist()]
     distinct = sorted(set(texts))
-    recode = np.full(int(table.work.strings.used[0]) + 1, MISSING, np.int32)
+    recode = np.full(table.text_count + 1, MISSING, np.int32)
     recode[codes] = [distinct.index(text) for text in texts]
     return tuple(distinct), recode
 
 
-def _lanes(table: RawTable, lanes: Int32Array, flow_lanes: IntArray) -> tuple[tuple[Lane, ...], CodeArray]:
+def _lanes(
+    table: RawTable, lanes: Int32Array, flow_lanes: IntArray, meta: IntArray
+) -> tuple[tuple[Lane, ...], CodeArray]:
     used = np.union1d(lanes, flow_lanes).astype(np.int64)
-    pair = table.work.lanes.pair
-    tokens = {code: _pid_tid(table, int(pair[code])) for code in range(int(table.work.lanes.used[0]))}
-    names, processes = _lane_names(table, tokens)
-    distinct = sorted({tokens[code] for code in used.tolist()}, key=_lane_key)
+    tokens = [tuple(_id(table.text(code)) for code in table.lane_pair(lane)) for lane in range(table.lanes)]
+    names, processes = _lane_names(table, tokens, meta)
+    distinct = sorted({tokens[lane] for lane in used.tolist()}, key=_lane_key)
     position = {key: at for at, key in enumerate(distinct)}
     recode = np.full(len(tokens) + 1, MISSING, np.int32)
-    for code in used.tolist():
-        recode[code] = position[tokens[code]]
+    for lane in used.tolist():
+        recode[lane] = position[tokens[lane]]
     made = tuple(Lane(pid, tid, names.get((pid, tid), ""), processes.get(pid, "")) for pid, tid in distinct)
     return made, recode
 
@@ -157,11 +160,6 @@ def _lanes(table: RawTable, lanes: Int32Array, flow_lanes: IntArray) -> tuple[tu
 def _lane_key(key: tuple[int | str, int | str]) -> tuple[bool, int | str, bool, int | str]:
     pid, tid = key
     return isinstance(pid, str), pid, isinstance(tid, str), tid
-
-
-def _pid_tid(table: RawTable, pair: int) -> tuple[int | str, int | str]:
-    low = pair & 0xFFFFFFFF
-    return _id(table.text(pair >> 32)), _id(table.text(MISSING if low == 0xFFFFFFFF else low))
 
 
 def _id(token: bytes) -> int | str:
@@ -177,18 +175,18 @@ def _id(token: bytes) -> int | str:
 
 
 def _lane_names(
-    table: RawTable, tokens: dict[int, tuple[int | str, int | str]]
+    table: RawTable, tokens: list[tuple[int | str, int | str]], meta: IntArray
 ) -> tuple[dict[tuple[int | str, int | str], str], dict[int | str, str]]:
     """(thread name of each lane, "name label" of each process).
 
     A thread may be named twice, first after its process and then after its work; the name that fewer threads bear wins.
     """
-    kind, lane, value = (table.take(f"meta_{column}", np.int32).tolist() for column in ("name", "lane", "value"))
+    distinct = np.unique(meta[:, 1:4], axis=0)
     threads: set[tuple[tuple[int | str, int | str], str]] = set()
     processes: dict[int | str, dict[str, set[str]]] = {}
-    for k, lane_code, code in zip(kind, lane, value, strict=True):
-        what, text = table.text(k), table.text(code).decode("utf-8", "replace")
-        key = tokens[lane_code]
+    for lane, name, value in distinct.tolist():
+        what, text = table.text(name), table.text(value).decode("utf-8", "replace")
+        key = tokens[lane]
         if what == b"thread_name" and text:
             threads.add((key, text))
         elif what in (b"process_name", b"process_labels") and text:
@@ -230,7 +228,8 @@ def _arg(
     return Arg(rows, values)
 
 
-def _flows(raw: dict[str, npt.NDArray[Any]], cats: CodeArray, lanes: CodeArray, base_ns: int) -> Flows:
-    cat, lane, is_start = cats[raw["cat"]], lanes[raw["lane"]], raw["ph"] == ord("s")
-    order = np.lexsort((lane, ~is_start, raw["ts"], raw["id"], cat))
-    return Flows(cat[order], raw["id"][order], lane[order], raw["ts"][order] + base_ns, is_start[order])
+def _flows(raw: IntArray, cats: CodeArray, lanes: CodeArray, base_ns: int) -> Flows:
+    ph, lane_codes, cat_codes, ids, ts = raw.T
+    cat, lane, is_start = cats[cat_codes], lanes[lane_codes], ph == ord("s")
+    order = np.lexsort((lane, ~is_start, ts, ids, cat))
+    return Flows(cat[order], ids[order], lane[order], ts[order] + base_ns, is_start[order])

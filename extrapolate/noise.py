@@ -1,0 +1,89 @@
+"""Turns the compute times of a few ranks and steps into noise: what is new in every segment, and which ranks are slow.
+
+Log time of a segment between collectives = segment + step + rank (static) + residual. The static spread over ranks is
+robust to one slow rank, which is an event of its own and no sign of a wide population.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.extrapolate.overlap import device_lanes
+from scaletrace.extrapolate.stragglers import PRIOR_NOISE, Noise
+from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.graph import Graph, NodeKind
+
+Floats = npt.NDArray[np.float64]
+SMALL_SEGMENT = 0.01
+"""Segments below this share of the step are left out: their noise is large and doesn't matter."""
+LARGEST_CV = 0.5
+OUTLIER = 4.0
+
+
+def compute_nodes(graph: Graph) -> BoolArray:
+    """bool[n]: kernels and copies on a device, or host work where the job has no device."""
+    device = device_lanes(graph) & graph.nodes(NodeKind.KERNEL, NodeKind.COPY)
+    return device if device.any() else graph.nodes(NodeKind.HOST)
+
+
+def segment_times(graph: Graph, dur_ns: IntArray) -> Floats:
+    """Compute ns by rank, step and segment, float64[ranks, steps, segments]; NaN where a rank has other segments."""
+    ranks = np.unique(graph.rank[graph.kind == NodeKind.ARRIVE])
+    steps = np.unique(graph.step[(graph.step >= 0) & (graph.kind == NodeKind.ARRIVE)])
+    compute = compute_nodes(graph)
+    rows: dict[tuple[int, int], Floats] = {}
+    for r in ranks.tolist():
+        for s in steps.tolist():
+            mine = np.flatnonzero((graph.rank == r) & (graph.step == s))
+            segment = np.cumsum(graph.kind[mine] == NodeKind.ARRIVE)
+            work = compute[mine]
+            rows[r, s] = np.bincount(
+                segment[work], weights=dur_ns[mine[work]], minlength=int(segment.max(initial=0)) + 1
+            )
+    if not rows:
+        return np.zeros((0, 0, 0))
+    lengths = [len(row) for row in rows.values()]
+    usual = max(set(lengths), key=lengths.count)
+    out = np.full((len(ranks), len(steps), usual), np.nan)
+    for (r, s), row in rows.items():
+        if len(row) == usual:
+            out[np.searchsorted(ranks, r), np.searchsorted(steps, s)] = row
+    return out
+
+
+def measure_noise(graph: Graph, dur_ns: IntArray | None = None) -> Noise:
+    """Noise of a measured graph, or the published prior where fewer than two ranks or no segment can tell."""
+    times = segment_times(graph, graph.dur_ns if dur_ns is None else dur_ns)
+    if times.size == 0 or times.shape[0] < 2:
+        return PRIOR_NOISE
+    share = np.nanmean(times, axis=(0, 1)) if not np.all(np.isnan(times)) else np.zeros(times.shape[2])
+    keep = share > SMALL_SEGMENT * np.nansum(share)
+    times, share = times[:, :, keep], share[keep] / max(1e-300, float(np.nansum(share[keep])))
+    if times.size == 0 or np.any(times <= 0) or np.any(np.isnan(times)):
+        times = np.where(times > 0, times, np.nan)
+        whole = ~np.isnan(times).any(axis=(0, 1))
+        times, share = times[:, :, whole], share[whole]
+        if times.size == 0:
+            return PRIOR_NOISE
+    logs = np.log(times)
+    logs = logs - logs.mean(axis=(0, 1), keepdims=True)
+    static = (logs * share).sum(axis=2).mean(axis=1) / share.sum()
+    static = static - np.median(static)
+    rest = logs - static[:, None, None]
+    rest = rest - rest.mean(axis=0, keepdims=True)
+    ranks = times.shape[0]
+    residual = float(np.sqrt((rest**2 * share).sum() / (share.sum() * ranks * times.shape[1]) * ranks / (ranks - 1)))
+    spread = _spread(static)
+    averaged = residual / np.sqrt(times.shape[1] * max(1.0, 1 / float((share**2).sum())))
+    static_cv = float(np.sqrt(max(0.0, spread**2 - averaged**2)))
+    source = f"measured on {ranks} ranks, {times.shape[1]} steps, {times.shape[2]} segments"
+    return Noise(min(LARGEST_CV, residual), min(LARGEST_CV, static_cv), source=source)
+
+
+def _spread(static: Floats) -> float:
+    """Standard deviation over ranks without outliers (more than OUTLIER robust deviations from the median)."""
+    middle = np.median(static)
+    scale = 1.4826 * float(np.median(np.abs(static - middle)))
+    inside = static[np.abs(static - middle) <= OUTLIER * scale] if scale > 0 and len(static) > 3 else static
+    return float(inside.std(ddof=1)) if len(inside) > 1 else 0.0

@@ -1,0 +1,111 @@
+"""Turns a graph into the one of another number of data-parallel ranks: dp, ZeRO-1, FSDP and HSDP.
+
+Nodes and edges stay, since every rank does the same on other samples. Groups of the data axis change size, gathers and
+scatters of shards change their padding, and the measured ranks become classes that stand for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from scaletrace.errors import UsageError
+from scaletrace.extrapolate.layout import AXES, DATA_AXES, Layout, axis_of, degrees
+from scaletrace.extrapolate.rewrite.select import real_ranks
+from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup
+
+ELEMENT_BYTES = {"BFloat16": 2, "Half": 2, "Float": 4, "Double": 8, "Byte": 1, "c10::BFloat16": 2, "c10::Half": 2}
+Shape = Sequence[int]
+
+
+def sharded_elements(shapes: Sequence[Shape], ranks: int) -> int:
+    """Elements that FSDP2 gathers for a unit: every parameter's first dimension is padded to a multiple of `ranks`."""
+    total = 0
+    for shape in shapes:
+        rest = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1
+        total += ranks * -(-int(shape[0] if shape else 1) // ranks) * rest
+    return total
+
+
+def resize(graph: Graph, old: Layout, new: Layout, units: Sequence[Sequence[Shape]] = ()) -> Graph:
+    """The graph with the data axes of `new`; all other axes must stay. Durations are left as they are.
+
+    units: parameter shapes of each FSDP unit. A gather whose bytes fit a unit exactly gets that unit's padding at the
+    new size; without a fit the whole vector keeps its bytes, which is right where nothing was padded.
+    """
+    if old == new:
+        return graph
+    changed = [axis for axis in AXES if axis not in DATA_AXES and getattr(old, axis) != getattr(new, axis)]
+    if changed:
+        raise UsageError(
+            f"only dp and fsdp can be stretched by this rewrite; {', '.join(changed)} differ from the trace"
+        )
+    before, after = degrees(old), degrees(new)
+    groups = tuple(_group(group, old, new) for group in graph.groups)
+    collectives = tuple(
+        _collective(item, graph.groups, groups, units) if item.group >= 0 else item for item in graph.collectives
+    )
+    factor = new.ranks / old.ranks
+    present = real_ranks(graph)
+    multiplicity = graph.multiplicity if len(graph.multiplicity) else np.ones(len(present), np.int32)
+    if before == after:
+        return replace(graph, groups=groups, collectives=collectives)
+    return replace(graph, groups=groups, collectives=collectives, multiplicity=_spread(multiplicity, factor))
+
+
+def _spread(multiplicity: np.typing.NDArray[np.int32], factor: float) -> np.typing.NDArray[np.int32]:
+    """Multiply, keeping whole numbers that add up; a class never vanishes."""
+    exact = multiplicity * factor
+    out = np.maximum(1, np.floor(exact + 1e-9).astype(np.int32))
+    missing = round(float(exact.sum())) - int(out.sum())
+    if missing > 0:
+        order = np.argsort(out - exact, kind="stable")
+        out[order[:missing]] += 1
+    return np.asarray(out, np.int32)
+
+
+def _group(group: GraphGroup, old: Layout, new: Layout) -> GraphGroup:
+    """Size of the group's axis, and a stride that grows with the axes inside it."""
+    world = group.size == old.ranks and old.ranks > 1
+    axis = axis_of(group.axis)
+    if world and axis in DATA_AXES and getattr(old, axis) != group.size:
+        return replace(group, size=new.ranks)
+    size = round(group.size * getattr(new, axis) / getattr(old, axis))
+    stride = group.stride
+    if stride > 0:
+        inner = 1.0
+        for other in DATA_AXES:
+            if other != axis and getattr(old, other) > 1 and stride >= getattr(old, other):
+                inner *= getattr(new, other) / getattr(old, other)
+        stride = max(1, round(stride * inner))
+    return replace(group, size=max(1, size), stride=stride)
+
+
+def _collective(
+    item: GraphCollective, old: Sequence[GraphGroup], new: Sequence[GraphGroup], units: Sequence[Sequence[Shape]]
+) -> GraphCollective:
+    """Bytes after the change: shards shrink with the group, whole vectors keep their size up to padding."""
+    was, now = old[item.group].size, new[item.group].size
+    if was == now or item.kind not in ("all_gather", "reduce_scatter"):
+        return item
+    gathers = item.kind == "all_gather"
+    whole, shard = (item.bytes_out, item.bytes_in) if gathers else (item.bytes_in, item.bytes_out)
+    if whole < 0 and shard < 0:
+        return item
+    whole = whole if whole >= 0 else shard * was
+    width = ELEMENT_BYTES.get(item.dtype, 0)
+    total = _padded(whole, was, now, width, units)
+    if gathers:
+        return replace(item, bytes_in=-(-total // now), bytes_out=total)
+    return replace(item, bytes_in=total, bytes_out=-(-total // now))
+
+
+def _padded(whole: int, was: int, now: int, width: int, units: Sequence[Sequence[Shape]]) -> int:
+    """Bytes of the whole vector at the new size."""
+    for unit in units:
+        for size in (width,) if width else (2, 4):
+            if sharded_elements(unit, was) * size == whole:
+                return sharded_elements(unit, now) * size
+    return whole

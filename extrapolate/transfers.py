@@ -1,0 +1,247 @@
+"""Turns the collectives of a graph into costs: what each moves, over which group, and how its time changes with scale.
+
+A transfer's new time is its measured time multiplied by the ratio of two model costs. Only where there is no measured
+time to speak of (a group of one rank) the model's own seconds are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.extrapolate.calibrate import Evidence
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.costs import FAMILY, Calibration, Cost, Provenance, collective_seconds
+from scaletrace.jit import jit
+from scaletrace.parse.events import Int32Array, IntArray
+from scaletrace.parse.graph import (
+    EdgeKind,
+    EdgeSource,
+    Graph,
+    GraphCollective,
+    GraphGroup,
+    NodeKind,
+    edges_by_destination,
+)
+from scaletrace.parse.health import Health
+
+Floats = npt.NDArray[np.float64]
+SMALLEST_BYTES, LARGEST_BYTES = 4.0, 2.0**40
+
+
+def whole_bytes(item: GraphCollective, group_size: int) -> int:
+    """Bytes of the whole vector (costs.collective_seconds), -1 where the trace doesn't say."""
+    if item.kind == "all_gather":
+        return item.bytes_out if item.bytes_out >= 0 else item.bytes_in * group_size if item.bytes_in >= 0 else -1
+    if item.kind == "reduce_scatter":
+        return item.bytes_in if item.bytes_in >= 0 else item.bytes_out * group_size if item.bytes_out >= 0 else -1
+    return max(item.bytes_in, item.bytes_out)
+
+
+def with_groups(graph: Graph, ranks: int, health: Health) -> Graph:
+    """The graph with every collective in a group: those of unknown group are taken to span all ranks."""
+    lost = [item for item in graph.collectives if item.group < 0]
+    if not lost:
+        return graph
+    health.guessed["collectives of unknown group taken to span all ranks"] += len(lost)
+    world = len(graph.groups)
+    collectives = tuple(replace(item, group=world) if item.group < 0 else item for item in graph.collectives)
+    return replace(graph, groups=(*graph.groups, GraphGroup("", ranks, 1)), collectives=collectives)
+
+
+@jit
+def _alone(start: IntArray, end: IntArray, order: IntArray) -> Floats:
+    """Share of each transfer in the time that its rank's link is busy: dt / (transfers under way), summed.
+
+    start, end int64[m] of one rank; order int64[2m]: positions of all starts (i) and ends (m + i), by time.
+    """
+    m = len(start)
+    active = np.zeros(m, np.bool_)
+    out = np.zeros(m)
+    count, last = 0, np.int64(0)
+    for at in order:
+        i = at if at < m else at - m
+        now = start[i] if at < m else end[i]
+        if count > 0 and now > last:
+            share = (now - last) / count
+            for j in range(m):
+                if active[j]:
+                    out[j] += share
+        last = now
+        if at < m:
+            active[i] = True
+            count += 1
+        else:
+            active[i] = False
+            count -= 1
+    return out
+
+
+def unshared_ns(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> IntArray:
+    """Durations with every transfer cut to what it would take alone on its rank's link; int64[n].
+
+    Transfers of one rank that overlap share its link; serial transfers of these lengths end when the last of them did.
+    """
+    out = graph.dur_ns.copy()
+    transfers = np.flatnonzero(graph.kind == NodeKind.TRANSFER)
+    for rank in np.unique(graph.rank[transfers]):
+        mine = transfers[graph.rank[transfers] == rank]
+        start, end = start_ns[mine], end_ns[mine]
+        times = np.concatenate((start, end))
+        is_start = np.concatenate((np.ones(len(mine)), np.zeros(len(mine))))
+        order = np.lexsort((is_start, times)).astype(np.int64)
+        zero = start == end
+        out[mine] = np.where(zero, 0, np.round(_alone(start, end, order))).astype(np.int64)
+    return out
+
+
+def serialised(graph: Graph) -> Graph:
+    """The graph in which transfers of one rank take turns on its link, in the order in which they began."""
+    transfers = np.flatnonzero(graph.kind == NodeKind.TRANSFER)
+    order = transfers[np.lexsort((transfers, graph.rank[transfers]))]
+    same = graph.rank[order[1:]] == graph.rank[order[:-1]]
+    src, dst = order[:-1][same], order[1:][same]
+    ptr, pred, lag, kind, source = edges_by_destination(
+        len(graph),
+        np.concatenate((graph.pred, src)),
+        np.concatenate((graph.edge_dst, dst)),
+        np.concatenate((graph.lag_ns, np.zeros(len(src), np.int64))),
+        np.concatenate((graph.edge_kind, np.full(len(src), int(EdgeKind.OCCUPANCY), np.uint8))),
+        np.concatenate((graph.edge_source, np.full(len(src), int(EdgeSource.REWRITE), np.uint8))),
+    )
+    return replace(graph, pred_ptr=ptr, pred=pred, lag_ns=lag, edge_kind=kind, edge_source=source)
+
+
+def transfer_by_instance(graph: Graph, dur_ns: IntArray) -> Floats:
+    """Median transfer of each collective's members in ns, NaN without a member; float64[len(collectives)]."""
+    out = np.full(len(graph.collectives), np.nan)
+    nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0))
+    order = nodes[np.argsort(graph.instance[nodes], kind="stable")]
+    instance = graph.instance[order]
+    found, first = np.unique(instance, return_index=True)
+    for at, members in zip(found.tolist(), np.split(dur_ns[order], first[1:]), strict=True):
+        out[at] = np.median(members)
+    return out
+
+
+def evidence(graph: Graph, dur_ns: IntArray) -> list[Evidence]:
+    """What the graph's own transfers say about costs: one piece per kind, size and group, the median of its instances.
+
+    The smaller half counts: contention and late members only ever add.
+    """
+    transfer = transfer_by_instance(graph, dur_ns)
+    seen: dict[tuple[str, int, int, int], list[float]] = {}
+    for item, ns in zip(graph.collectives, transfer.tolist(), strict=True):
+        if item.group < 0 or item.kind not in FAMILY or not ns > 0:
+            continue
+        group = graph.groups[item.group]
+        size = whole_bytes(item, group.size)
+        if size > 0 and group.size > 1:
+            seen.setdefault((item.kind, size, group.size, max(1, group.stride)), []).append(ns)
+    return [
+        Evidence(kind, size, ranks, float(np.quantile(times, 0.4)) * 1e-9, stride=stride, weight=len(times) ** 0.5)
+        for (kind, size, ranks, stride), times in seen.items()
+    ]
+
+
+def with_sizes(graph: Graph, dur_ns: IntArray, cluster: Cluster, health: Health) -> Graph:
+    """The graph with every size known: a missing one is what the cost model says moves in the measured time."""
+    transfer = transfer_by_instance(graph, dur_ns)
+    items = list(graph.collectives)
+    for at, item in enumerate(items):
+        if item.group < 0 or item.kind not in FAMILY or whole_bytes(item, graph.groups[item.group].size) >= 0:
+            continue
+        group = graph.groups[item.group]
+        size = _invert(item.kind, group, float(transfer[at]) * 1e-9, cluster)
+        shard = max(1, size // max(1, group.size))
+        small_in, small_out = item.kind == "all_gather", item.kind == "reduce_scatter"
+        items[at] = replace(item, bytes_in=shard if small_in else size, bytes_out=shard if small_out else size)
+        health.guessed["sizes of collectives taken from their time, since the trace doesn't carry them"] += 1
+    return replace(graph, collectives=tuple(items))
+
+
+def _invert(kind: str, group: GraphGroup, seconds: float, cluster: Cluster) -> int:
+    """Bytes for which the model takes `seconds`, by bisection; the smallest where latency alone takes longer."""
+    if group.size < 2 or not seconds > 0:
+        return int(SMALLEST_BYTES)
+    low, high = np.log(SMALLEST_BYTES), np.log(LARGEST_BYTES)
+    for _ in range(50):
+        middle = (low + high) / 2
+        cost = collective_seconds(kind, float(np.exp(middle)), group.size, cluster, stride=max(1, group.stride))
+        low, high = (middle, high) if cost.seconds < seconds else (low, middle)
+    return int(np.exp(low))
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Durations at another scale, with the cost of each collective there (None where it has no model)."""
+
+    dur_ns: IntArray
+    costs: tuple[Cost | None, ...]
+
+    @property
+    def worst(self) -> Provenance:
+        """The weakest provenance of any collective that takes time."""
+        return max((cost.provenance for cost in self.costs if cost and cost.seconds > 0), default=Provenance.MEASURED)
+
+    def errors(self) -> Floats:
+        """Relative error of each collective's time, float64[len(collectives)]; 0 where nothing was modelled."""
+        return np.array([cost.rel_error if cost else 0.0 for cost in self.costs])
+
+
+def rescale(
+    old: Graph, new: Graph, dur_ns: IntArray, cluster: Cluster, calibration: Calibration | None, nics: int | None = None
+) -> Scaled:
+    """Durations of `new`, which is `old` with other groups and sizes; `dur_ns` int64[n] belongs to `old`."""
+    cache: dict[tuple[str, int, int, int], Cost] = {}
+
+    def cost_of(item: GraphCollective, groups: Sequence[GraphGroup]) -> Cost | None:
+        if item.group < 0 or item.kind not in FAMILY:
+            return None
+        group = groups[item.group]
+        key = (item.kind, max(1, whole_bytes(item, group.size)), group.size, max(1, group.stride))
+        if key not in cache:
+            cache[key] = collective_seconds(
+                key[0], key[1], key[2], cluster, stride=key[3], calibration=calibration, nics=nics
+            )
+        return cache[key]
+
+    ratio, absolute = np.ones(len(new.collectives)), np.zeros(len(new.collectives))
+    costs: list[Cost | None] = []
+    for at, (was, now) in enumerate(zip(old.collectives, new.collectives, strict=True)):
+        before, after = cost_of(was, old.groups), cost_of(now, new.groups)
+        costs.append(
+            _unchanged(after) if after and (was, old.groups[was.group]) == (now, new.groups[now.group]) else after
+        )
+        if before is None or after is None:
+            continue
+        if before.seconds > 0:
+            ratio[at] = after.seconds / before.seconds
+        else:
+            ratio[at], absolute[at] = 0.0, after.seconds * 1e9
+    out = dur_ns.copy()
+    nodes = np.flatnonzero((new.kind == NodeKind.TRANSFER) & (new.instance >= 0))
+    instance = new.instance[nodes]
+    changed = (ratio[instance] != 1.0) | (absolute[instance] != 0.0)
+    nodes, instance = nodes[changed], instance[changed]
+    out[nodes] = np.round(dur_ns[nodes] * ratio[instance] + absolute[instance]).astype(np.int64)
+    return Scaled(out, tuple(costs))
+
+
+def _unchanged(cost: Cost) -> Cost:
+    """A cost at the measured scale: the measured time itself is used, so the model's error doesn't matter."""
+    return replace(cost, provenance=Provenance.MEASURED, rel_error=0.0)
+
+
+def instance_of_hubs(graph: Graph) -> Int32Array:
+    """`graph.instance` with hubs given the instance of the members that they join."""
+    instance = graph.instance.copy()
+    hubs = np.flatnonzero((graph.kind == NodeKind.RENDEZVOUS) & (instance < 0))
+    for hub in hubs.tolist():
+        preds = graph.pred[graph.pred_ptr[hub] : graph.pred_ptr[hub + 1]]
+        if len(preds):
+            instance[hub] = graph.instance[preds[0]]
+    return instance

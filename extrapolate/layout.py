@@ -1,21 +1,62 @@
-"""Turns `fsdp=64,tp=8,pp=4` into the degrees of the parallel axes, and groups of a graph into the same."""
+"""Turns text such as `fsdp=64,tp=8,pp=4` into a checked Layout, and the groups of a graph into the layout it ran with.
+
+Ranks are numbered as PyTorch's meshes and Megatron do: tp varies fastest, then cp, fsdp, dp, and pp slowest. Experts
+take their ranks from the data axes as in torchtitan, so ep does not multiply the world.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Any
 
 from scaletrace.errors import UsageError
+from scaletrace.extrapolate.rewrite import schedules
 from scaletrace.parse.graph import Graph
 
 AXES = ("dp", "fsdp", "tp", "pp", "ep", "cp")
 DATA_AXES = ("dp", "fsdp")
 """Axes along which every rank does the same work on other samples; `world` and unnamed groups count as dp."""
+MESH = ("tp", "cp", "fsdp", "dp", "pp")
+"""Axes that multiply to the world, innermost first."""
+RECOMPUTE = ("none", "selective", "full")
+_ALIASES = {
+    "micro_batch": "mbs",
+    "m": "microbatches",
+    "micro_batches": "microbatches",
+    "vpp": "chunks",
+    "virtual": "chunks",
+    "sequence": "seq",
+    "dp_replicate": "dp",
+    "dp_shard": "fsdp",
+    "checkpointing": "recompute",
+    "ac": "recompute",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The groups along an axis by shape: `size` members, `stride` apart, `count` such groups in the world."""
+
+    size: int
+    stride: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees of the parallel axes (1 = not used) and what goes with them (0 or "" = as measured)."""
+    """How a job is cut over ranks (degrees, 1 = not used), and what else decides its time and memory.
+
+    dp, fsdp          dp replicates, fsdp shards parameters, gradients and optimizer states
+    mbs               samples a rank takes in one micro batch; 0 = as measured
+    microbatches      micro batches of one step on one pipeline; 0 = as measured
+    seq               tokens a sample; 0 = as measured
+    schedule, chunks  pipeline schedule (PyTorch's name, "" = as measured or 1F1B) and stages a rank
+    sp                sequence parallelism beside tp: norms and residuals split over tensor ranks
+    recompute         "none", "selective" (attention scores only) or "full" activation checkpointing
+    zero              0 … 3: what plain dp ranks shard among them (1 optimizer, 2 gradients, 3 parameters)
+    """
 
     dp: int = 1
     fsdp: int = 1
@@ -27,40 +68,133 @@ class Layout:
     microbatches: int = 0
     seq: int = 0
     schedule: str = ""
+    chunks: int = 1
+    sp: bool = False
+    recompute: str = "none"
+    zero: int = 0
 
     def __post_init__(self) -> None:
-        wrong = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) < 1]
+        wrong = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "chunks") if getattr(self, axis) < 1]
         wrong += [f"{name}={getattr(self, name)}" for name in ("mbs", "microbatches", "seq") if getattr(self, name) < 0]
         if wrong:
             raise UsageError(f"degrees of a layout are at least 1: {', '.join(wrong)}")
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the whole job; experts live on data ranks, so ep doesn't multiply."""
-        return self.dp * self.fsdp * self.tp * self.pp * self.cp
+        if (self.fsdp * self.dp * self.cp) % self.ep:
+            raise UsageError(
+                f"layout: ep={self.ep} must divide the data ranks dp × fsdp × cp = "
+                f"{self.dp} × {self.fsdp} × {self.cp} = {self.dp * self.fsdp * self.cp}"
+            )
+        if self.recompute not in RECOMPUTE:
+            raise UsageError(f"layout: recompute={self.recompute} must be one of {', '.join(RECOMPUTE)}")
+        if self.zero not in (0, 1, 2, 3):
+            raise UsageError(f"layout: zero={self.zero} must be 0, 1, 2 or 3")
+        if self.sp and self.tp == 1:
+            raise UsageError("layout: sp=1 splits the sequence over tensor ranks, and tp is 1; leave it out")
+        if self.pp == 1 and self.chunks > 1:
+            raise UsageError(f"layout: chunks={self.chunks} needs a pipeline, and pp is 1")
+        if self.schedule:
+            object.__setattr__(self, "schedule", schedules.canonical(self.schedule))
+        if self.pp > 1 and self.microbatches:
+            schedules.check(self.pipeline_schedule, self.pp, self.microbatches, self.chunks)
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """Read `axis=degree,…`; raises UsageError that names the wrong part."""
-        known = {field.name: field.type for field in fields(Layout)}
-        values: dict[str, int | str] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
+        """Read `axis=degree,…`; axes left out are 1. Raises UsageError that names the wrong part."""
+        known = {field.name: field for field in fields(Layout)}
+        values: dict[str, Any] = {}
+        for part in filter(None, (piece.strip() for piece in text.replace(" ", ",").split(","))):
             name, _, value = part.partition("=")
+            name = _ALIASES.get(name.strip().lower(), name.strip().lower())
             if name not in known:
                 raise UsageError(f"layout: no axis {name!r} in {part!r}; known: {', '.join(known)}")
             if name in values:
                 raise UsageError(f"layout: {name} is given twice in {text!r}")
-            if name != "schedule" and not value.isdigit():
-                raise UsageError(f"layout: {part!r} needs a whole number, as in {name}=8")
-            values[name] = value if name == "schedule" else int(value)
-        return replace(Layout(), **values)  # type: ignore[arg-type]
+            values[name] = _value(name, value.strip(), part)
+        return Layout(**values)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job; experts live on data ranks, so ep doesn't multiply."""
+        return prod(getattr(self, axis) for axis in MESH)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that take different samples."""
+        return self.dp * self.fsdp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the optimizer states of one tensor and pipeline slice are spread."""
+        return self.fsdp * self.cp * (self.dp if self.zero else 1)
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    @property
+    def pipeline_schedule(self) -> str:
+        """The schedule, or the usual one for the number of chunks where the layout leaves it open."""
+        return self.schedule or ("1F1B" if self.chunks == 1 else "Interleaved1F1B")
+
+    def span(self, axis: str) -> Span:
+        """The groups along one axis; "data" is dp × fsdp, "shard" what FSDP spreads over (fsdp × cp)."""
+        if axis == "ep":
+            return Span(self.ep, self.tp * self.cp, self.ranks // self.ep)
+        parts = {"data": ("fsdp", "dp"), "shard": ("cp", "fsdp")}.get(axis, (axis,))
+        if any(part not in MESH for part in parts):
+            raise UsageError(f"a layout has no axis {axis!r}; one of {', '.join(AXES)}, data, shard")
+        size = prod(getattr(self, part) for part in parts)
+        stride = prod(getattr(self, inner) for inner in MESH[: MESH.index(parts[0])])
+        return Span(size, stride, self.ranks // size)
+
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        """Where a rank stands on each axis of MESH."""
+        if not 0 <= rank < self.ranks:
+            raise UsageError(f"rank {rank} is not in a world of {self.ranks}")
+        out = {}
+        for axis in MESH:
+            rank, out[axis] = divmod(rank, getattr(self, axis))
+        return out
+
+    def members(self, axis: str, rank: int) -> range:
+        """The ranks of `rank`'s group along one axis of MESH."""
+        span = self.span(axis)
+        first = rank - self.coordinates(rank)[axis] * span.stride
+        return range(first, first + span.size * span.stride, span.stride)
+
+    def over(self, base: Layout) -> Layout:
+        """This layout with everything that it leaves open taken from `base`."""
+        names = [name for name in ("mbs", "microbatches", "seq", "schedule") if not getattr(self, name)]
+        return replace(self, **{name: getattr(base, name) for name in names})
 
     def to_json(self) -> dict[str, int | str]:
         """Only what differs from the default, as docs/cli.md shows layouts."""
         default = Layout()
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {
-            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
+            name: int(value) if isinstance(value, bool) else value
+            for name, value in values.items()
+            if value != getattr(default, name)
         }
+
+    def __str__(self) -> str:
+        """As `parse` reads it; what has its default is left out."""
+        return ",".join(f"{name}={value}" for name, value in self.to_json().items()) or "dp=1"
+
+
+def _value(name: str, value: str, part: str) -> Any:
+    if name in ("schedule", "recompute"):
+        return value
+    if name == "sp" and value.lower() in ("0", "1", "true", "false", "yes", "no"):
+        return value.lower() in ("1", "true", "yes")
+    if name == "sp" or not value.isascii() or not value.isdigit() or len(value) > 9:
+        raise UsageError(f"layout: {part!r} needs a whole number, as in {name}={'1' if name == 'sp' else '8'}")
+    return int(value)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a positive number, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def axis_of(axis: str) -> str:
@@ -82,7 +216,7 @@ def measured_layout(graph: Graph, ranks: int) -> Layout:
             degrees[group.axis] = max(degrees.get(group.axis, 1), group.size)
     if degrees.get("dp", 1) >= ranks > 1 and any(axis != "dp" for axis in degrees):
         degrees.pop("dp")
-    known = Layout(**degrees)
+    known = Layout(**degrees)  # type: ignore[arg-type]
     missing = ranks // known.ranks if known.ranks and ranks % known.ranks == 0 else 1
     if missing == 1:
         return known
@@ -101,17 +235,14 @@ def scaled(layout: Layout, ranks: int, asked: Layout | None = None) -> Layout:
         rest = replace(asked, dp=1)
         if ranks % rest.ranks == 0 and asked.dp == 1:
             return replace(asked, dp=ranks // rest.ranks)
-        raise UsageError(f"layout {_text(asked)} has {asked.ranks} ranks, which doesn't fit {ranks}")
+        raise UsageError(f"layout {asked} has {asked.ranks} ranks, which doesn't fit {ranks}")
     axis = "fsdp" if layout.fsdp > 1 and layout.dp == 1 else "dp"
     others = layout.ranks // getattr(layout, axis)
     if ranks % others:
-        raise UsageError(f"{ranks} ranks can't hold layout {_text(layout)}: they must be a multiple of {others}")
+        raise UsageError(f"{ranks} ranks can't hold layout {layout}: they must be a multiple of {others}")
     return replace(layout, **{axis: ranks // others})
 
 
-def _text(layout: Layout) -> str:
-    return ",".join(f"{name}={value}" for name, value in layout.to_json().items()) or "dp=1"
-
-
 def degrees(layout: Layout) -> Mapping[str, int]:
+    """Degree of every axis."""
     return {axis: getattr(layout, axis) for axis in AXES}

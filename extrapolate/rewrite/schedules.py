@@ -90,9 +90,7 @@ def build(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> Pro
     """
     name = canonical(schedule)
     rule = _RULES[name]
-    if min(ranks, micro_batches, chunks) < 1:
-        raise UsageError(f"{name}: ranks, micro batches and chunks must be at least 1")
-    rule.check(name, ranks, micro_batches, chunks)
+    check(name, ranks, micro_batches, chunks)
     v_shaped = rule.shape == "v"
     stages = ranks * chunks
     home = tuple(s if s < ranks else 2 * ranks - 1 - s for s in range(stages)) if v_shaped else None
@@ -101,6 +99,14 @@ def build(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> Pro
     )
     split = frozenset((a.stage, a.micro_batch) for row in actions for a in row if a.op is I)
     return Program(name, ranks, chunks, micro_batches, home or tuple(s % ranks for s in range(stages)), actions, split)
+
+
+def check(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> None:
+    """Raise UsageError where a schedule does not allow these sizes, with the remedy."""
+    name = canonical(schedule)
+    if min(ranks, micro_batches, chunks) < 1:
+        raise UsageError(f"{name}: ranks, micro batches and chunks must be at least 1")
+    _RULES[name].check(name, ranks, micro_batches, chunks)
 
 
 def canonical(schedule: str) -> str:

@@ -1,0 +1,185 @@
+"""Turns a model, a layout and the bytes of its states into the memory that each rank of a pipeline needs at its peak.
+
+Activations follow Korthikanti et al. (2205.05198), counted tensor by tensor so that gated MLPs and grouped queries fit
+too; how many micro batches are alive on a stage is read off the schedule's own action list, not from a formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scaletrace.errors import UsageError
+from scaletrace.extrapolate.described.models import Model
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.rewrite.schedules import Op, Program, build
+from scaletrace.parse.events import Events
+
+RESERVED_BYTES = 1.5e9
+"""Context, libraries and workspaces of a device, before the first tensor (prior; NVIDIA contexts take 0.5 to 2 GB)."""
+CHANNEL_BYTES = 24 * 2 * 4 * 1024 * 1024
+"""Buffers of one NCCL communicator: 24 channels, send and receive, 4 MiB each (NCCL_BUFFSIZE)."""
+FRAGMENTATION = 0.06
+"""Share of the tensors that the caching allocator holds on top (prior; 3 to 10 % is usual)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes an element of what training keeps. The defaults are mixed precision as Megatron and FSDP2 keep it.
+
+    weight     parameters in the type of the compute, gradient what is accumulated
+    optimizer  moments and the fp32 master copy together
+    activation type of the activations
+    """
+
+    weight: float = 2.0
+    gradient: float = 4.0
+    optimizer: float = 12.0
+    activation: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes at the peak of one rank, by what they hold. `total` is what must fit."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    gathered: float
+    buffers: float
+    fragmentation: float
+    reserved: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, name) for name in self.__slots__)
+
+
+def alive(program: Program) -> tuple[int, ...]:
+    """Largest number of (chunk, micro batch) whose activations each rank holds at once."""
+    out = []
+    for row in program.actions:
+        now = most = 0
+        for action in row:
+            if action.op is Op.FORWARD:
+                now += 1
+                most = max(most, now)
+            elif action.op in (Op.BACKWARD, Op.WEIGHT):
+                now -= 1
+        out.append(most)
+    return tuple(out)
+
+
+def layer_activation_bytes(model: Model, layout: Layout, tokens: float, seq: float, bytes_each: float = 2.0) -> float:
+    """What one layer keeps for its backward pass, for `tokens` tokens of one rank in sequences of `seq`.
+
+    With "full" checkpointing only the layer's input stays. Attention is taken to be fused (no scores kept); without
+    fusion "selective" checkpointing gives the same.
+    """
+    h, kv, width = model.hidden, model.kv_width, model.mlp_width
+    split = layout.tp if layout.sp else 1
+    if layout.recompute == "full":
+        return tokens * h * bytes_each / split
+    dropout = 2 * h / bytes_each if model.family == "gpt" else 0.0
+    whole = 4 * h + dropout  # inputs of two norms, of the query-key-value product and of the MLP, dropout masks
+    hidden_tensors = 2 if model.mlp_matrices == 2 else 4
+    active = model.experts_per_token
+    parted = 2 * h + 2 * kv + active * hidden_tensors * width  # query, key, value, attention output; MLP
+    return tokens * bytes_each * (whole / split + parted / layout.tp)
+
+
+def rank_parameters(model: Model, layout: Layout, rank: int = 0) -> float:
+    """Parameters of the pipeline rank `rank`'s stages after tensor and expert parallelism, before sharding over data."""
+    per_layer = (model.layer_parameters - model.experts * model.expert_parameters) / layout.tp
+    per_layer += model.experts * model.expert_parameters / (layout.tp * layout.ep)
+    layers = -(-model.layers // layout.stages) * layout.chunks if layout.pp > 1 else model.layers
+    ends = (rank == 0) + (rank == layout.pp - 1)
+    embedding = model.embedding_parameters / layout.tp
+    if layout.pp == 1 and model.tied:
+        ends = 1
+    return min(layers, model.layers) * per_layer + ends * embedding
+
+
+def rank_memory(
+    model: Model,
+    layout: Layout,
+    rank: int = 0,
+    states: StateBytes | None = None,
+    program: Program | None = None,
+) -> Memory:
+    """The peak of one pipeline rank. The layout must say mbs, seq and microbatches (UsageError otherwise)."""
+    states = states or StateBytes()
+    if not (layout.mbs and layout.seq and layout.microbatches):
+        raise UsageError(f"layout {layout}: memory needs mbs, seq and microbatches")
+    if layout.pp > 1 and program is None:
+        program = build(layout.pipeline_schedule, layout.pp, layout.microbatches, layout.chunks)
+    held = alive(program)[rank] if program else 1
+    parameters = rank_parameters(model, layout, rank)
+    sharded = layout.fsdp > 1 or layout.zero == 3
+    of_weights = layout.shards if sharded else 1
+    of_gradients = layout.shards if sharded or layout.zero >= 2 else 1
+    tokens = layout.mbs * layout.seq / layout.cp
+    layer = layer_activation_bytes(model, layout, tokens, layout.seq, states.activation)
+    layers = model.layers / layout.stages
+    working = 0.0
+    if layout.recompute == "full":
+        working = layer_activation_bytes(
+            model, replace(layout, recompute="none"), tokens, layout.seq, states.activation
+        )
+    logits = tokens * model.vocab / layout.tp * (states.activation * 2 + 4) if rank == layout.pp - 1 else 0.0
+    unit = model.layer_parameters / layout.tp / (layout.ep if model.experts > 1 else 1)
+    gathered = 2.0 * unit * states.weight + unit * states.gradient if sharded else 0.0
+    weights = parameters * states.weight / of_weights
+    gradients = parameters * states.gradient / of_gradients
+    optimizer = parameters * states.optimizer / layout.shards
+    activations = held * layers * layer + working
+    tensors = weights + gradients + optimizer + activations + logits + gathered
+    communicators = sum(degree > 1 for degree in (layout.dp, layout.fsdp, layout.tp, layout.pp, layout.cp, layout.ep))
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        logits=logits,
+        gathered=gathered,
+        buffers=communicators * float(CHANNEL_BYTES),
+        fragmentation=FRAGMENTATION * tensors,
+        reserved=RESERVED_BYTES,
+    )
+
+
+def peak_memory(model: Model, layout: Layout, states: StateBytes | None = None) -> Memory:
+    """The rank that needs most: the first stage holds most micro batches, the last one the logits."""
+    program = build(layout.pipeline_schedule, layout.pp, layout.microbatches, layout.chunks) if layout.pp > 1 else None
+    ranks = {0, layout.pp - 1, min(1, layout.pp - 1)}
+    return max((rank_memory(model, layout, rank, states, program) for rank in ranks), key=lambda memory: memory.total)
+
+
+def stretch_peaks(measured_bytes: Sequence[float], old: Program, new: Program, ends: int = 1) -> tuple[float, ...]:
+    """Peaks of a pipeline's ranks under another schedule, from those measured under `old` (same ranks and layers).
+
+    The slope of the peaks over the micro batches alive (without `ends` ranks at either end, which hold embedding and
+    head) is what one micro batch takes on a rank; all else stays. Raises UsageError where the peaks don't tell it.
+    """
+    held = np.array(alive(old), float) / old.chunks
+    peaks = np.array(measured_bytes, float)
+    inner = slice(ends, len(peaks) - ends) if len(peaks) > 2 * ends + 1 else slice(None)
+    if len(peaks) != old.ranks or new.ranks != old.ranks or len(set(held[inner].tolist())) < 2:
+        raise UsageError(
+            "measured peaks tell activations only where the stages hold different numbers of micro batches"
+        )
+    slope = float(np.polyfit(held[inner], peaks[inner], 1)[0])
+    change = np.array(alive(new), float) / new.chunks - held
+    return tuple((peaks + slope * change).tolist())
+
+
+def measured_peak_bytes(events: Events) -> Mapping[int, int]:
+    """Largest "Total Allocated" that a trace's memory events report, per accelerator; empty where it has none."""
+    total, kind = events.ints("Total Allocated"), events.ints("Device Type")
+    rows = np.flatnonzero((total >= 0) & (kind > 0))
+    device = events.ints("Device Id")[rows]
+    return {int(number): int(total[rows][device == number].max()) for number in np.unique(device)}

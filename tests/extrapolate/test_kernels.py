@@ -1,0 +1,144 @@
+"""Kernel shape models: classes, shapes read from operators, and the ratios between shapes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletrace.extrapolate.catalog import load_device
+from scaletrace.extrapolate.kernels import (
+    Ceilings,
+    Shape,
+    Work,
+    ceilings_seen,
+    classify,
+    ratio,
+    ratio_error,
+    seconds,
+    shape_of,
+)
+
+H100 = Ceilings.of(load_device("H100 SXM"))
+CPU = Ceilings(flops=5e10, memory_Bps=1e10)
+
+
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        ("aten::mm", Work.MATMUL),
+        ("aten::linear", Work.MATMUL),
+        ("autograd::engine::evaluate_function: AddmmBackward0", Work.MATMUL),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", Work.MATMUL),
+        ("Cijk_Alik_Bljk_BBS_BH_MT256x256x64", Work.MATMUL),
+        ("flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", Work.ATTENTION),
+        ("aten::_scaled_dot_product_flash_attention", Work.ATTENTION),
+        ("aten::native_layer_norm", Work.NORM),
+        ("void at::native::vectorized_elementwise_kernel<4, GeluFunctor>", Work.ELEMENTWISE),
+        ("Optimizer.step#AdamW.step", Work.OPTIMIZER),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", Work.OPTIMIZER),
+        ("aten::embedding", Work.EMBEDDING),
+        ("aten::cross_entropy_loss", Work.LOSS),
+        ("Memcpy DtoD (Device -> Device)", Work.COPY),
+        ("my_op", Work.OTHER),
+    ],
+)
+def test_names_are_classified(name: str, work: Work) -> None:
+    """Operators, autograd nodes and kernels of both vendors fall into the class with their shape model."""
+    assert work is classify(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "types", "shape"),
+    [
+        ("aten::linear", "[[2,64,512],[2048,512],[2048]]", '["float","float","float"]',
+         Shape(Work.MATMUL, 128, 2048, 512, element_bytes=4)),
+        ("aten::mm", "[[128,512],[512,2048]]", '["c10::BFloat16","c10::BFloat16"]', Shape(Work.MATMUL, 128, 2048, 512)),
+        ("aten::addmm", "[[2048],[128,512],[512,2048],[],[]]", '["c10::Half"]', Shape(Work.MATMUL, 128, 2048, 512)),
+        ("aten::bmm", "[[16,128,64],[16,64,128]]", None, Shape(Work.MATMUL, 128, 128, 64, 16, 4)),
+        ("aten::_scaled_dot_product_flash_attention", "[[2,8,1024,64],[2,8,1024,64],[2,8,1024,64]]",
+         '["c10::BFloat16"]', Shape(Work.ATTENTION, 1024, 1024, 64, 16)),
+        ("aten::add", "[[8,64],[8,64],[]]", '["float"]',
+         Shape(Work.ELEMENTWISE, 8, 64, element_bytes=4, tensors=3)),
+        ("aten::linear", None, None, None),
+        ("aten::linear", "not json", None, None),
+        ("aten::linear", '["x"]', None, None),
+        ("aten::item", "[[]]", None, None),
+    ],
+)  # fmt: skip
+def test_shapes_are_read_from_recorded_dimensions(name: str, dims: str, types: str, shape: Shape | None) -> None:
+    """Leading dimensions count as rows, the first type sets the element size, and nothing is invented."""
+    assert shape == shape_of(name, dims, types)
+
+
+def test_large_products_scale_with_their_flop() -> None:
+    """Eight times the work takes about eight times as long where the device is full."""
+    shape = Shape(Work.MATMUL, 8192, 8192, 8192)
+
+    assert ratio(shape, shape.scaled(rows=2, columns=2, depth=2), H100) == pytest.approx(8, rel=0.03)
+
+
+def test_half_empty_waves_cost_a_whole_wave() -> None:
+    """One tile more than fits the device costs a second wave; 132 tiles cost as much as 1 of the same depth."""
+    full = Shape(Work.MATMUL, 128 * 132, 128, 512)
+    over = Shape(Work.MATMUL, 128 * 133, 128, 512)
+
+    assert ratio(full, over, Ceilings(H100.flops, 1e15, 132)) == pytest.approx(2)
+
+
+def test_small_kernels_end_at_the_launch_floor() -> None:
+    """Cutting a tiny elementwise kernel by eight gains next to nothing, which is how tensor parallelism gets stuck."""
+    shape = Shape(Work.ELEMENTWISE, 64, 512)
+
+    assert 0.9 < ratio(shape, shape.scaled(columns=1 / 8), H100) < 1
+
+
+def test_attention_is_quadratic_in_the_sequence_and_linear_in_the_batch() -> None:
+    """Twice the tokens of a long sequence cost four times, twice the samples twice."""
+    shape = Shape(Work.ATTENTION, 8192, 8192, 128, 32, causal=True)
+
+    assert ratio(shape, shape.scaled(rows=2, columns=2), H100) == pytest.approx(4, rel=0.02)
+    assert ratio(shape, shape.scaled(batch=2), H100) == pytest.approx(2, rel=0.02)
+
+
+def test_another_device_is_reached_by_the_ratio_of_its_ceilings() -> None:
+    """A product that is bound by FLOP follows the FLOP, a norm the memory."""
+    faster = Ceilings(H100.flops * 2, H100.memory_Bps * 3, H100.sms, H100.floor_s)
+    product, norm = Shape(Work.MATMUL, 8192, 8192, 8192), Shape(Work.NORM, 65536, 8192)
+
+    assert ratio(product, product, H100, faster) == pytest.approx(0.5, rel=0.01)
+    assert ratio(norm, norm, H100, faster) == pytest.approx(1 / 3, rel=0.01)
+
+
+SIZES = st.integers(1, 4096)
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from([Work.MATMUL, Work.NORM, Work.ATTENTION, Work.OTHER]))
+def test_an_unchanged_shape_keeps_its_time_and_more_work_never_takes_less(m: int, n: int, k: int, work: Work) -> None:
+    """ratio(s, s) is exactly 1, and doubling the batch never makes a kernel faster."""
+    shape = Shape(work, m, n, k)
+
+    assert ratio(shape, shape, H100) == 1.0
+    assert seconds(shape.scaled(batch=2), CPU) >= seconds(shape, CPU)
+
+
+def test_the_error_of_a_ratio_grows_with_the_stretch() -> None:
+    """Nothing changed, no error; each doubling adds as much."""
+    shape = Shape(Work.MATMUL, 1024, 1024, 1024)
+
+    assert ratio_error(shape, shape) == 0
+    assert ratio_error(shape, shape.scaled(rows=4, columns=0.5)) == pytest.approx(0.09)
+
+
+def test_ceilings_come_from_the_kernels_themselves_where_the_device_is_unknown() -> None:
+    """A device that runs products at 1 GFLOP/s and norms at 1 GB/s with 10 µs of overhead is found as such."""
+    true = Ceilings(1e9, 1e9, 1, 1e-5)
+    shapes = [Shape(Work.MATMUL, 2**i, 64, 64) for i in range(2, 14)] + [Shape(Work.NORM, 2**i, 64) for i in range(14)]
+    actual = ceilings_seen(shapes, [seconds(shape, true) for shape in shapes])
+
+    assert true.flops == pytest.approx(actual.flops, rel=0.1)
+    assert true.memory_Bps == pytest.approx(actual.memory_Bps, rel=0.1)
+    assert true.floor_s == pytest.approx(actual.floor_s, rel=0.1)
+
+
+def test_no_kernel_measured_means_no_ceiling_that_binds() -> None:
+    """Without evidence the rates are infinite and the floor is zero."""
+    assert Ceilings(float("inf"), float("inf")) == ceilings_seen([], [])

@@ -1,0 +1,133 @@
+"""Memory: activations, what schedules hold alive, sharded states, and measured peaks."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scaletrace.errors import UsageError
+from scaletrace.extrapolate.described.models import Model, load_model
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.memory import (
+    alive,
+    layer_activation_bytes,
+    measured_peak_bytes,
+    peak_memory,
+    rank_memory,
+    rank_parameters,
+    stretch_peaks,
+)
+from scaletrace.extrapolate.rewrite.schedules import build
+from scaletrace.parse.events import Arg, Events, Lane
+
+GPT = Model("gpt", "gpt", layers=48, hidden=6144, heads=64, vocab=51200, seq=2048)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bytes_per_sbh"),
+    [
+        ("tp=1", 34.0),
+        ("tp=8", 10 + 24 / 8),
+        ("tp=8,sp=1", 34 / 8),
+        ("tp=8,recompute=full", 2.0),
+        ("tp=8,sp=1,recompute=full", 2 / 8),
+    ],
+)
+def test_activations_of_a_gpt_layer_are_korthikantis(layout: str, bytes_per_sbh: float) -> None:
+    """Table 2 of 2205.05198 without the attention scores, which a fused kernel does not keep."""
+    tokens = 4 * 2048
+    actual = layer_activation_bytes(GPT, Layout.parse(layout), tokens, 2048)
+
+    assert bytes_per_sbh == pytest.approx(actual / (tokens * GPT.hidden))
+
+
+def test_schedules_hold_as_many_micro_batches_as_their_order_says() -> None:
+    """GPipe holds all, 1F1B one for each stage behind, interleaved its warm-up and one, ZBV one row of the V."""
+    assert alive(build("GPipe", 4, 8)) == (8, 8, 8, 8)
+    assert alive(build("1F1B", 4, 8)) == (4, 3, 2, 1)
+    assert alive(build("Interleaved1F1B", 4, 8, 2)) == (11, 9, 7, 5)
+    assert alive(build("ZBVZeroBubble", 4, 8, 2)) == (8, 8, 8, 8)
+
+
+def test_states_are_spread_over_the_axes_that_shard_them() -> None:
+    """FSDP spreads all three states, ZeRO-1 the optimizer alone, plain DP nothing."""
+    base = "mbs=1,seq=2048,microbatches=1"
+    plain, zero, fsdp = (rank_memory(GPT, Layout.parse(f"{axes},{base}")) for axes in ("dp=8", "dp=8,zero=1", "fsdp=8"))
+
+    assert GPT.parameters == pytest.approx(plain.weights / 2, rel=0.001)
+    assert plain.weights == zero.weights == fsdp.weights * 8
+    assert plain.gradients == zero.gradients == fsdp.gradients * 8
+    assert plain.optimizer == zero.optimizer * 8 == fsdp.optimizer * 8
+    assert plain.gathered == 0
+    assert fsdp.gathered > 0
+
+
+def test_experts_are_spread_over_their_axis() -> None:
+    """Expert weights divide by ep, the rest does not."""
+    moe = load_model("mixtral-8x7b")
+    whole = rank_parameters(moe, Layout())
+    spread = rank_parameters(moe, Layout(fsdp=8, ep=8))
+
+    assert moe.layers * 7 * moe.expert_parameters == pytest.approx(whole - spread)
+
+
+def test_the_fullest_rank_of_a_pipeline_is_found() -> None:
+    """With 1F1B the first stage holds most micro batches, so it decides."""
+    layout = Layout.parse("tp=8,pp=8,sp=1,mbs=1,microbatches=32,seq=2048")
+
+    assert rank_memory(GPT, layout, 0).total == peak_memory(GPT, layout).total
+    assert rank_memory(GPT, layout, 0).activations == 8 * rank_memory(GPT, layout, 7).activations
+
+
+def test_published_configurations_fit_and_their_neighbours_do_not() -> None:
+    """GPT-3 175B on 64 H100s of 80 GB fits as TP8 PP8 with a sharded optimizer, and not as TP8 alone."""
+    gpt = load_model("gpt3-175b")
+    rest = "mbs=1,microbatches=32,seq=2048,sp=1,zero=1"
+
+    assert peak_memory(gpt, Layout.parse(f"tp=8,pp=8,dp=8,{rest}")).total < 80e9
+    assert peak_memory(gpt, Layout.parse(f"tp=8,dp=8,{rest}")).total > 80e9
+
+
+def test_memory_without_batch_is_refused() -> None:
+    """A layout that leaves the batch open has no activations to count."""
+    with pytest.raises(UsageError, match="needs mbs, seq and microbatches"):
+        rank_memory(GPT, Layout())
+
+
+def test_measured_peaks_stretch_to_another_schedule(shared_data: Path) -> None:
+    """From the peaks of PP8 (Primus, GB), those with two chunks a rank follow within 3 % on every rank."""
+    folder = shared_data / "traces" / "primus_pp8"
+
+    def peaks(prefix: str) -> np.ndarray:
+        steps = [json.loads((folder / f"{prefix}pp_rank_{rank}.json").read_text()) for rank in range(8)]
+        return np.array([max(step["memory"] for step in rank.values()) for rank in steps])
+
+    actual = np.array(stretch_peaks(peaks("").tolist(), build("1F1B", 8, 16), build("Interleaved1F1B", 8, 16, 2)))
+
+    assert np.abs(actual / peaks("pp8_vpp2__") - 1).max() < 0.03
+
+
+def test_peaks_of_a_schedule_that_holds_the_same_everywhere_tell_nothing() -> None:
+    """GPipe holds all micro batches on every rank, so the slope is unknown and that is said."""
+    with pytest.raises(UsageError, match="different numbers of micro batches"):
+        stretch_peaks([4.0] * 4, build("GPipe", 4, 8), build("1F1B", 4, 8))
+
+
+def test_peaks_are_read_from_memory_events() -> None:
+    """The largest total of each accelerator counts; host memory does not."""
+    zeros = np.zeros(4, np.int32)
+    rows = np.arange(4, dtype=np.int32)
+    columns = {
+        "Total Allocated": [100, 700, 300, 9000],
+        "Device Type": [1, 1, 1, 0],
+        "Device Id": [0, 0, 1, -1],
+    }
+    events = Events(
+        np.full(4, ord("i"), np.uint8), zeros, zeros, zeros, *(np.zeros(4, np.int64) for _ in range(6)),
+        ("[memory]",), ("cpu_instant_event",), (Lane(0, 0),),
+        {key: Arg(rows, np.array(values, np.int64)) for key, values in columns.items()},
+    )  # fmt: skip
+    expected = {0: 700, 1: 300}
+
+    assert expected == measured_peak_bytes(events)

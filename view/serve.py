@@ -1,0 +1,153 @@
+"""Turns a trace file into a page: the Perfetto UI served on the loopback interface, straight to the loaded trace.
+
+Nothing is fetched from elsewhere: a Content-Security-Policy keeps the page to this server. Requests whose Host header is
+not this server are refused, so that no web page can reach it by a rebound name.
+"""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+import shutil
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+from scaletrace.errors import InputError, UsageError
+from scaletrace.view.sql import PREPARED, VIEWS
+from scaletrace.view.webui import web_folder
+
+LOOPBACK = "127.0.0.1"
+PUBLIC_UI = "https://ui.perfetto.dev"
+PUBLIC_UI_PORT = 9001
+"""The only port from which ui.perfetto.dev may fetch a trace (its own Content-Security-Policy)."""
+
+_POLICY = (
+    "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'; "
+    "frame-ancestors 'none'; form-action 'none'; base-uri 'self'"
+)
+_TYPES = {".wasm": "application/wasm", ".js": "text/javascript", ".json": "application/json", ".woff2": "font/woff2"}
+_TRACE_PREFIX = "/trace/"
+_PINNED = "^(Critical path|What it is|Steps)$"
+
+
+class TraceServer:
+    """Serves one trace, with the UI or (for ui.perfetto.dev) alone. `url` is what to open.
+
+    Raises InputError for a missing file, UsageError for a port that can't be had, MissingExtraError without the UI files.
+    """
+
+    def __init__(self, trace: str | Path, port: int = 0, online: bool = False) -> None:
+        self.trace = Path(trace)
+        if not self.trace.is_file():
+            raise InputError(f"{self.trace}: no such file; write one with `scaletrace replay`")
+        self.requests = 0
+        folder = None if online else web_folder().resolve()
+        handler = _handler(self.trace, folder, self._count)
+        try:
+            self._server = ThreadingHTTPServer((LOOPBACK, PUBLIC_UI_PORT if online else port), handler)
+        except OSError as error:
+            taken = PUBLIC_UI_PORT if online else port
+            raise UsageError(
+                f"port {taken} of {LOOPBACK} can't be used ({error.strerror}); choose another one"
+            ) from error
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        here = f"http://{LOOPBACK}:{self.port}"
+        trace_url = f"{here}{_TRACE_PREFIX}{quote(self.trace.name)}"
+        commands = quote(json.dumps(startup_commands(), separators=(",", ":")))
+        self.url = f"{PUBLIC_UI if online else here}/#!/?url={quote(trace_url, safe='')}&startupCommands={commands}"
+
+    def _count(self) -> None:
+        self.requests += 1
+
+    def serve(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Answer requests until interrupted, or until `until()` after a request."""
+        self._server.timeout = 0.1
+        while not until():
+            self._server.handle_request()
+
+    def close(self) -> None:
+        self._server.server_close()
+
+
+def startup_commands() -> list[dict[str, object]]:
+    """What the UI does once the trace is loaded: pin the path, and answer the prepared questions in query tabs."""
+    commands: list[dict[str, object]] = [
+        {"id": "dev.perfetto.PinTracksByRegex", "args": [_PINNED]},
+        {"id": "dev.perfetto.RunQuery", "args": [VIEWS]},
+    ]
+    questions = [f"-- {title}\n{sql}" for title, sql in reversed(PREPARED.items())]
+    return commands + [{"id": "dev.perfetto.RunQueryAndShowTab", "args": [question]} for question in questions]
+
+
+def _handler(trace: Path, folder: Path | None, count: Callable[[], None]) -> type[BaseHTTPRequestHandler]:
+    """A handler class for one trace; without a folder it serves the trace alone, to ui.perfetto.dev only."""
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version = "scaletrace"
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Requests are not logged."""
+
+        def _answer(self, with_body: bool) -> None:
+            if self.headers.get("Host", "").rsplit(":", 1)[0] not in (LOOPBACK, "localhost"):
+                self.send_error(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
+                return
+            path = unquote(urlsplit(self.path).path)
+            file = trace if path == _TRACE_PREFIX + trace.name else _inside(folder, path)
+            if file is None:
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            count()
+            self._send(file, with_body)
+
+        def _send(self, file: Path, with_body: bool) -> None:
+            try:
+                stream = file.open("rb")
+            except OSError:
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            with stream:
+                self.send_response(HTTPStatus.OK)
+                self.send_header("Content-Type", content_type(file))
+                self.send_header("Content-Length", str(file.stat().st_size))
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("X-Content-Type-Options", "nosniff")
+                if folder is None:
+                    self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
+                else:
+                    self.send_header("Content-Security-Policy", _POLICY)
+                self.end_headers()
+                if with_body:
+                    shutil.copyfileobj(stream, self.wfile, 1 << 20)
+
+        def handle_one_request(self) -> None:
+            try:
+                super().handle_one_request()
+            except (BrokenPipeError, ConnectionResetError):  # the browser went away
+                self.close_connection = True
+
+    return Handler
+
+
+def content_type(file: Path) -> str:
+    """MIME type by the file's name; a browser runs WebAssembly and modules only with the right one."""
+    return _TYPES.get(file.suffix) or mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+
+
+def _inside(folder: Path | None, path: str) -> Path | None:
+    """The file that `path` names below `folder`, or None; links and ".." can't lead out."""
+    if folder is None or "\0" in path:
+        return None
+    file = (folder / ("index.html" if path in ("", "/") else path.lstrip("/"))).resolve()
+    return file if file.is_relative_to(folder) and file.is_file() else None

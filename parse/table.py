@@ -181,10 +181,10 @@ def _lane_names(
 
     A thread may be named twice, first after its process and then after its work; the name that fewer threads bear wins.
     """
-    distinct = np.unique(meta[:, 1:4], axis=0)
+    distinct = sorted(set(map(tuple, meta[:, 1:4].tolist())))
     threads: set[tuple[tuple[int | str, int | str], str]] = set()
     processes: dict[int | str, dict[str, set[str]]] = {}
-    for lane, name, value in distinct.tolist():
+    for lane, name, value in distinct:
         what, text = table.text(name), table.text(value).decode("utf-8", "replace")
         key = tokens[lane]
         if what == b"thread_name" and text:

@@ -10,7 +10,7 @@ import numpy as np
 
 from scaletrace.jit import jit
 from scaletrace.parse.cats import DEVICE_CATS, HOST_CATS, OP_CATS, RUNTIME_CATS, STREAM_SYNC_TID, SYNC_CATS
-from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, Events, IntArray
+from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, CodeArray, Events, IntArray
 
 TICK_NS = 1000
 """Resolution of traces from before torch 2.4."""
@@ -23,7 +23,8 @@ _MAX_SEARCH = 4096
 
 def timed(events: Events) -> BoolArray:
     """Mask of the spans (`ph` X) whose time is known."""
-    return (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN)
+    mask: BoolArray = (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN)
+    return mask
 
 
 def gpu_rows(events: Events) -> IntArray:
@@ -132,7 +133,7 @@ def _parents(events: Events, rows: IntArray, barren: BoolArray, tick_ns: int) ->
 def _nest(
     rows: IntArray,
     barren: BoolArray,
-    lane: IntArray,
+    lane: CodeArray,
     start: IntArray,
     end: IntArray,
     external_id: IntArray,
@@ -185,7 +186,7 @@ def _self_ns(rows: IntArray, start: IntArray, end: IntArray, parents: IntArray) 
 
 
 @jit
-def _crossings(rows: IntArray, lane: IntArray, start: IntArray, end: IntArray, tick_ns: int) -> IntArray:
+def _crossings(rows: IntArray, lane: CodeArray, start: IntArray, end: IntArray, tick_ns: int) -> IntArray:
     slack = tick_ns if tick_ns > 1 else 0
     out = np.empty((2 * len(rows), 2), np.int64)
     stack = np.empty(len(rows), np.int64)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from scaletrace.errors import InputError, LimitError
 from scaletrace.parse.limits import Limits
@@ -114,7 +114,9 @@ def _unzstd(stream: IO[bytes], head: bytes, limits: Limits, damage: Damage) -> I
     import zstandard
 
     source = _Counted(stream, head)
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(source, read_across_frames=True)
+    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
+        cast(IO[bytes], source), read_across_frames=True
+    )
     while True:
         try:
             out = reader.read(limits.piece_bytes)

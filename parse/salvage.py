@@ -169,6 +169,7 @@ class _Raw(float):
     """A decimal that keeps its text, so that re-encoding loses no digit."""
 
     __slots__ = ("text",)
+    text: str
 
     def __new__(cls, text: str) -> Self:
         self = super().__new__(cls, text)

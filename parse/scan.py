@@ -56,6 +56,7 @@ from scaletrace.parse.scan_text import (
     ESCAPE,
     FULL,
     GROW,
+    I64,
     IS_FLOAT,
     IS_HUGE,
     NEED,
@@ -156,7 +157,7 @@ def _digits_in(buf: ByteArray, a: int, b: int) -> tuple[bool, int]:
     for k in range(i, b):
         if buf[k] < 48 or buf[k] > 57:
             return False, 0
-        value = value * 10 + np.int64(buf[k] - np.uint8(48))
+        value = value * 10 + I64(buf[k] - np.uint8(48))
     return True, (-value if i > a else value)
 
 
@@ -178,8 +179,8 @@ def _integer(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> 
                 st[PENDING + MISTYPED] += 1
             return after, (TAG_INT if exact else -1), value
         if digits > _I63:
-            return after, TAG_UINT, np.int64(digits)
-        value = np.int64(digits)
+            return after, TAG_UINT, I64(digits)
+        value = I64(digits)
         return after, TAG_INT, (-value if negative else value)
     if c == 34:
         close, _ = string_end(buf, i + 1, end)
@@ -204,7 +205,7 @@ def _real(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tup
         after, negative, digits, power, kind = number(buf, i, end, st)
         if after < 0 or kind == IS_HUGE:
             return after, -1, 0
-        return after, TAG_REAL, np.float64(real(negative, digits, power)).view(np.int64)
+        return after, TAG_REAL, I64(np.float64(real(negative, digits, power)).view(np.int64))
     if c != 110:
         st[PENDING + MISTYPED] += 1
     return _skip(buf, i, end, st, mem), -1, 0
@@ -219,7 +220,7 @@ def _product(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> 
     product, value, digits = 1, 0, 0
     for k in range(i, after + 1):
         if k < after and 48 <= buf[k] <= 57 and digits < 10:
-            value = value * 10 + np.int64(buf[k] - np.uint8(48))
+            value = value * 10 + I64(buf[k] - np.uint8(48))
             digits += 1
         elif digits > 0:
             product = product * value if product < (1 << 31) else product
@@ -234,12 +235,12 @@ def _product(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> 
 @jit
 def _wanted(st: IntArray, h: np.uint64, length: int) -> int:
     """Number of the argument key with this hash and length, -1 where nobody wants it."""
-    slot = np.int64(h & np.uint64(KEY_SLOTS - 1))
-    signed = np.int64(h)
+    slot = I64(h & np.uint64(KEY_SLOTS - 1))
+    signed = I64(h)
     while True:
         at = KEYS_AT + 3 * slot
         if st[at + 2] < 0 or (st[at] == signed and st[at + 1] == length):
-            return st[at + 2]
+            return I64(st[at + 2])
         slot = (slot + 1) & (KEY_SLOTS - 1)
 
 
@@ -272,7 +273,7 @@ def _argument(buf: ByteArray, i: int, end: int, key: int, st: IntArray, mem: Byt
         if after < 0 or tag < 0:
             return after
         hashed = np.uint64(value)
-    st[CONTENT] += np.int64(_mix(key, hashed))
+    st[CONTENT] += I64(_mix(key, hashed))
     if key < 4 and tag == TAG_INT:
         st[DENSE + key] = value
         return after
@@ -393,7 +394,7 @@ def _event(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> in
         key = 0
         if close - i <= 5:
             for k in range(i + 1, close):
-                key = key << 8 | np.int64(buf[k])
+                key = key << 8 | I64(buf[k])
         i = space(buf, close + 1)
         if buf[i] != 58:
             return fail(i, end, st)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scaletrace.jit import jit
 from scaletrace.parse.events import ByteArray, IntArray
 from scaletrace.parse.scan_keys import KEY_SLOTS, key_table
-from scaletrace.parse.scan_text import GROW
+from scaletrace.parse.scan_text import GROW, I64
 
 # The event at hand, its faults, the faults of all events so far.
 PH, CAT, NAME, PID, TID, TS, DUR, ID, HAVE, ARGS, META, CONTENT, DENSE = range(13)
@@ -102,7 +102,7 @@ def enlarged(st: IntArray, mem: ByteArray, size: Sizes) -> tuple[IntArray, ByteA
 @jit
 def slot_of(h: np.uint64, size: int) -> int:
     """Home slot of hash `h` in a table of `size` slots, a power of two."""
-    return np.int64((h ^ (h >> _U32)) & np.uint64(size - 1))
+    return I64((h ^ (h >> _U32)) & np.uint64(size - 1))
 
 
 @jit
@@ -119,7 +119,7 @@ def intern(st: IntArray, mem: ByteArray, buf: ByteArray, a: int, b: int, h: np.u
     """Code of the text buf[a:b] with hash `h`, or GROW where a table is full. `buf` may be `mem` itself."""
     n = b - a
     texts, slots, size = st[TEXT_AT], st[SLOT_AT], 2 * st[TEXT_CAP]
-    signed = np.int64(h)
+    signed = I64(h)
     slot = slot_of(h, size)
     probes = 0
     while True:
@@ -133,7 +133,7 @@ def intern(st: IntArray, mem: ByteArray, buf: ByteArray, a: int, b: int, h: np.u
             while k < n and mem[at + k] == buf[a + k]:
                 k += 1
             if k == n:
-                return code
+                return I64(code)
         slot = (slot + 1) & (size - 1)
         probes += 1
     if probes > MAX_PROBES:
@@ -147,7 +147,7 @@ def intern(st: IntArray, mem: ByteArray, buf: ByteArray, a: int, b: int, h: np.u
     st[entry], st[entry + 1], st[entry + 2], st[slots + slot] = at, n, signed, code
     st[TEXTS] += 1
     st[ARENA_USED] += n
-    return code
+    return I64(code)
 
 
 @jit
@@ -156,7 +156,7 @@ def lane_of(st: IntArray, pid: int, tid: int) -> int:
     pair = pid << 32 | (tid & 0xFFFFFFFF)
     lanes, last = st[LANE_AT], st[LAST_LANE]
     if last >= 0 and st[lanes + last] == pair:
-        return last
+        return I64(last)
     slots, size = st[LANE_SLOT_AT], 2 * st[LANE_CAP]
     slot = slot_of(np.uint64(pair) * _MIX, size)
     while True:
@@ -165,7 +165,7 @@ def lane_of(st: IntArray, pid: int, tid: int) -> int:
             break
         if st[lanes + code] == pair:
             st[LAST_LANE] = code
-            return code
+            return I64(code)
         slot = (slot + 1) & (size - 1)
     code = st[LANES]
     if code == st[LANE_CAP]:
@@ -173,7 +173,7 @@ def lane_of(st: IntArray, pid: int, tid: int) -> int:
     st[lanes + code], st[slots + slot] = pair, code
     st[LANES] += 1
     st[LAST_LANE] = code
-    return code
+    return I64(code)
 
 
 def text_bytes(st: IntArray, mem: ByteArray, code: int) -> bytes:

@@ -7,6 +7,9 @@ BAD (not JSON; `where[WHERE]` is the place) or DEEP (nested too deep).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +29,9 @@ IS_INT, IS_FLOAT, IS_HUGE = 0, 1, 2
 """Kinds of a number: fits uint64 with its sign aside; has a fraction or exponent; an integer beyond uint64."""
 
 U64Array = npt.NDArray[np.uint64]
+
+I64 = cast(Callable[[Any], int], np.int64)
+"""np.int64 for the compiler, int for the type checker: uint64 and int64 must not meet in one expression."""
 
 FNV_SEED = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
@@ -73,7 +79,7 @@ def escape_flags(buf: ByteArray, i: int) -> int:
     c = buf[i + 1]
     if c == 117:
         for k in range(2, 6):
-            if hex_digit(np.int64(buf[i + k])) < 0:
+            if hex_digit(I64(buf[i + k])) < 0:
                 return ESCAPE | BAD_ESCAPE
         return ESCAPE
     if c == 34 or c == 92 or c == 47 or c == 98 or c == 102 or c == 110 or c == 114 or c == 116:
@@ -162,7 +168,7 @@ def four_hex(buf: ByteArray, i: int) -> int:
     """The number that four hexadecimal digits at `i` write, -1 if they are not all digits."""
     value = 0
     for k in range(4):
-        digit = hex_digit(np.int64(buf[i + k]))
+        digit = hex_digit(I64(buf[i + k]))
         if digit < 0:
             return -1
         value = value << 4 | digit
@@ -177,13 +183,13 @@ def unescape(buf: ByteArray, a: int, b: int, out: ByteArray, to: int) -> tuple[i
     """
     n, flags, i = to, 0, a
     while i < b:
-        c = np.int64(buf[i])
+        c = I64(buf[i])
         if c != 92 or i + 1 >= b:
             out[n] = c
             n += 1
             i += 1
             continue
-        kind = np.int64(buf[i + 1])
+        kind = I64(buf[i + 1])
         point = four_hex(buf, i + 2) if kind == 117 and i + 6 <= b else -1
         if point >= 0:
             i += 6
@@ -281,7 +287,7 @@ def _exponent(buf: ByteArray, i: int, end: int, where: IntArray) -> tuple[int, i
     first, value = i, 0
     while 48 <= buf[i] <= 57:
         if value < 100000:
-            value = value * 10 + np.int64(buf[i] - np.uint8(48))
+            value = value * 10 + I64(buf[i] - np.uint8(48))
         i += 1
     if i == first:
         return fail(i, end, where), 0
@@ -315,14 +321,14 @@ def scaled(negative: bool, digits: np.uint64, power: int) -> tuple[int, bool]:
     if over or value > _I63:
         value = _I63
         over = True
-    whole = np.int64(value)
+    whole = I64(value)
     return (-whole if negative else whole), over
 
 
 @jit
 def real(negative: bool, digits: np.uint64, power: int) -> float:
     """digits x 10^power as float64 (correctly rounded for up to 15 digits and powers to 22)."""
-    value = np.float64(digits)
+    value = float(np.float64(digits))
     if power < 0:
         value = value / 10.0**-power if power >= -300 else 0.0
     elif power > 0:

@@ -146,7 +146,8 @@ def _lanes(
     table: RawTable, lanes: Int32Array, flow_lanes: IntArray, meta: IntArray
 ) -> tuple[tuple[Lane, ...], CodeArray]:
     used = np.union1d(lanes, flow_lanes).astype(np.int64)
-    tokens = [tuple(_id(table.text(code)) for code in table.lane_pair(lane)) for lane in range(table.lanes)]
+    pairs = [table.lane_pair(lane) for lane in range(table.lanes)]
+    tokens = [(_id(table.text(pid)), _id(table.text(tid))) for pid, tid in pairs]
     names, processes = _lane_names(table, tokens, meta)
     distinct = sorted({tokens[lane] for lane in used.tolist()}, key=_lane_key)
     position = {key: at for at, key in enumerate(distinct)}

@@ -4,7 +4,7 @@ The ladder, best rung first, each instance at the best one it can reach:
   seq        same group and sequence number (NCCL metadata, flight recorder)
   order      same group, sequences of kinds and sizes laid over each other
   names      no group known: sequences of kernel names of all ranks laid over each other
-Sends and receives pair by (group, source, destination) in order.
+Sends and receives are paired in match_pairs, once the clocks are aligned.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Table:
     stream: IntArray
     step: IntArray
     functional: IntArray
+    on_device: IntArray
     size_bytes: IntArray
     instance: IntArray
     rung: IntArray
@@ -112,14 +113,13 @@ def _fill_from_stream(one: Members, health: Health) -> None:
 
 
 def match(table: Table, groups: Groups, ranks: Sequence[int], health: Health) -> None:
-    """Give every row its `instance` (numbers without meaning) and `rung`, in place."""
+    """Give every row but sends and receives its `instance` (numbers without meaning) and `rung`, in place."""
     _fill_sequence_numbers(table, health)
     p2p = np.isin(table.kind, list(P2P))
     next_id = _by_seq(table, ~p2p)
     next_id = _by_order(table, ~p2p & (table.instance < 0) & (table.group >= 0), next_id, health)
     next_id = _by_names(table, ~p2p & (table.instance < 0), ranks, next_id, health)
-    next_id = _pairs(table, p2p, next_id, health)
-    alone = table.instance < 0
+    alone = (table.instance < 0) & ~p2p
     table.instance[alone] = next_id + np.arange(int(alone.sum()))
     _agree_on_kinds(table)
 
@@ -211,37 +211,6 @@ def _lay_over(table: Table, rows: IntArray, next_id: int, rung: int, health: Hea
     table.instance[np.concatenate(parts)] = instance.reshape(-1) + next_id
     table.rung[rows] = rung
     return next_id + int(instance.max()) + 1
-
-
-def _pairs(table: Table, p2p: np.ndarray, next_id: int, health: Health) -> int:  # type: ignore[type-arg]
-    """The k-th send from a to b in a group pairs with b's k-th receive from a."""
-    rows = np.flatnonzero(p2p & (table.peer >= 0))
-    if not len(rows):
-        return next_id
-    is_send = table.kind[rows] == KIND["send"]
-    source = np.where(is_send, table.rank[rows], table.peer[rows])
-    target = np.where(is_send, table.peer[rows], table.rank[rows])
-    key = np.column_stack([table.group[rows], source, target])
-    _, code = np.unique(key, axis=0, return_inverse=True)
-    code = code.reshape(-1)
-    for pair in range(int(code.max()) + 1):
-        both = rows[code == pair]
-        sides = [both[table.kind[both] == KIND[kind]] for kind in ("send", "recv")]
-        sides = [side for side in sides if len(side)]
-        sequences = [_p2p_sequence(table, side) for side in sides]
-        placed = place(sequences)
-        if placed.ambiguous:
-            health.guessed["send and receive sequences for which a second shift was as good"] += placed.ambiguous
-        _, instance = np.unique(np.concatenate(placed.positions), return_inverse=True)
-        table.instance[np.concatenate(sides)] = instance.reshape(-1) + next_id
-        table.rung[both] = ORDER
-        next_id += int(instance.max()) + 1
-    return next_id
-
-
-def _p2p_sequence(table: Table, rows: IntArray) -> Sequence_:
-    rank = int(table.rank[rows[0]])
-    return Sequence_(rank, np.zeros(len(rows), np.int64), table.bytes_in[rows], table.step[rows], table.end_ns[rows])
 
 
 def _agree_on_kinds(table: Table) -> None:

@@ -136,18 +136,34 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Offset of one rank's clock to the job's: true time = own time - offset, known to lie in [low, high]."""
+    """Offset of one rank's clock to the job's: true time = own time - offset, known to lie in [low, high].
+
+    `offset_ns` holds at `origin_ns` of the own clock and grows by `drift_ppm`; the interval holds for the whole window.
+    `source`: "reference", "ends of kernels", "same host", "middle of the bounds", or "unaligned" (can't be compared).
+    """
 
     offset_ns: int
     low_ns: int
     high_ns: int
     drift_ppm: float = 0.0
     source: str = "same host"
+    origin_ns: int = 0
+
+    def to_job_ns(self, own_ns: IntArray) -> IntArray:
+        """Times of this rank's clock on the job's clock, int64 of the same shape."""
+        if self.drift_ppm == 0.0:
+            return own_ns - self.offset_ns
+        moved = np.rint((own_ns - self.origin_ns) * (self.drift_ppm / 1e6)).astype(np.int64)
+        return own_ns - self.offset_ns - moved
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A whole job: what all ranks did, on one clock. `ranks` is sorted by rank; ranks may be missing."""
+    """A whole job: what all ranks did, on one clock. `ranks` is sorted by rank; ranks may be missing.
+
+    `captures` names every capture that was found, with its ranks; `capture` is the one loaded.
+    `residual_ns` int64: spread of kernel ends that alignment leaves, one per synchronising instance.
+    """
 
     ranks: tuple[RankTrace, ...]
     world_size: int
@@ -157,7 +173,9 @@ class Job:
     health: Health
     source: str = ""
     capture: str = ""
+    captures: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(default_factory=dict)
+    residual_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:

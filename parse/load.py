@@ -15,9 +15,12 @@ from scaletrace.errors import InputError, ScaletraceError
 from scaletrace.parse import clocks as clock_tools
 from scaletrace.parse import waits
 from scaletrace.parse.collectives import Table, join, match, members_of, rung_of, uses
+from scaletrace.parse.events import TIME_UNKNOWN
 from scaletrace.parse.groups import Groups, build_groups, name_axes, override_axes, said_by
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, SYNCHRONISING, Collectives, Group, Job, RankTrace
+from scaletrace.parse.manifest import bounds_in
+from scaletrace.parse.match_pairs import pair_messages
 from scaletrace.parse.members import KIND, P2P
 from scaletrace.parse.ranks import Capture, Found, choose, discover
 from scaletrace.parse.reader import TraceFile, read_file
@@ -60,7 +63,7 @@ def load(
     if axes is not None:
         job = replace(job, groups=override_axes(job.groups, axes))
     where = str(source) if isinstance(source, str | Path) else ", ".join(str(one) for one in source)
-    return replace(job, source=where, capture=chosen.name)
+    return replace(job, source=where, capture=chosen.name, captures={name: one.ranks for name, one in captures.items()})
 
 
 def _read_one(path: str, strict: bool) -> TraceFile:
@@ -142,22 +145,57 @@ def assemble(
     groups = build_groups({trace.rank: said_by(trace, health) for trace in traces}, world, health)
     table = join([members_of(trace, groups, health, patterns) for trace in traces], health)
     match(table, groups, ranks, health)
-    order = np.lexsort((table.rank, table.instance))
-    sync = np.isin(table.kind, [KIND[kind] for kind in SYNCHRONISING])
-    found = clock_tools.Instances(
-        np.searchsorted(ranks, table.rank[sync]), table.instance[sync], table.start_ns[sync], table.end_ns[sync]
+    aligned = clock_tools.align(
+        _synchronising(table, traces),
+        ranks,
+        [trace.host for trace in traces],
+        bounds_in(manifest or {}, ranks),
+        strict,
+        max((_window_ns(trace) for trace in traces), default=0),
     )
-    aligned = clock_tools.align(found, ranks, [trace.host for trace in traces], strict=strict)
     for sentence in aligned.refused:
-        health.note(f"clocks not aligned: {sentence}")
-    collectives = _collectives(table, order, groups, ranks, aligned.clocks, health)
+        health.unmatched["ranks whose clock can't be aligned"] += 1
+        health.note(sentence)
+    pair_messages(table, aligned.clocks, health)
+    collectives = _collectives(table, groups, ranks, aligned.clocks, health)
     named = name_axes(groups.groups, uses(table, traces), world, health)
-    return Job(tuple(traces), world, named, collectives, aligned.clocks, health, manifest=manifest or {})
+    return Job(
+        tuple(traces),
+        world,
+        named,
+        collectives,
+        aligned.clocks,
+        health,
+        manifest=manifest or {},
+        residual_ns=aligned.residual_ns,
+    )
+
+
+def _window_ns(trace: RankTrace) -> int:
+    """From the first start to the last end of a rank."""
+    known = trace.events.ts_ns != TIME_UNKNOWN
+    if not known.any():
+        return 0
+    return int(trace.events.end_ns[known].max() - trace.events.ts_ns[known].min())
+
+
+def _synchronising(table: Table, traces: Sequence[RankTrace]) -> clock_tools.Instances:
+    """The members whose starts and ends bound each other's clocks: those that move a payload (or are a barrier)."""
+    rows = np.flatnonzero(np.isin(table.kind, [KIND[kind] for kind in SYNCHRONISING]) & (table.bytes_in != 0))
+    barriers = np.flatnonzero(table.kind == KIND["barrier"])
+    rows = np.union1d(rows, barriers)
+    ranks = np.array([trace.rank for trace in traces], np.int64)
+    return clock_tools.Instances(
+        np.searchsorted(ranks, table.rank[rows]),
+        table.instance[rows],
+        table.start_ns[rows],
+        table.end_ns[rows],
+        table.on_device[rows].astype(np.bool_),
+    )
 
 
 def _collectives(
     table: Table,
-    order: np.ndarray,  # type: ignore[type-arg]
     groups: Groups,
     ranks: Sequence[int],
     clocks: Mapping[int, Any],
@@ -166,6 +204,7 @@ def _collectives(
     """The table in its final order and shape: instances by first start, members by rank, times on the job's clock."""
     start = clock_tools.apply(clocks, table.rank, table.start_ns)
     end = clock_tools.apply(clocks, table.rank, table.end_ns)
+    order = np.lexsort((table.rank, table.instance))
     instance = table.instance[order]
     first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]]) if len(order) else np.zeros(0, np.int64)
     begun = np.minimum.reduceat(start[order], first) if len(first) else first
@@ -179,7 +218,7 @@ def _collectives(
     size = np.diff(np.r_[first, len(order)])
     matched = np.repeat(_full(table, order, first, size, groups.groups, ranks), size)
     alone = np.repeat(size == 1, size) & ~_single(table, order, groups.groups, len(ranks))
-    comparable = clock_tools.is_aligned(clocks, table.rank)[order]
+    comparable = clock_tools.comparable(clocks, table.rank)[order]
     comparable = np.repeat(np.logical_and.reduceat(comparable, first), size) if len(first) else comparable
     wait, transfer = waits.split(
         first,

@@ -119,6 +119,7 @@ def _time(events: Events, row: IntArray, launch: IntArray, columns: dict[str, In
     columns["stream"] = np.where(events.stream[row] >= 0, events.stream[row], events.lane[row])
     columns["step"] = np.full(len(row), -1, np.int64)
     columns["functional"] = np.zeros(len(row), np.int64)
+    columns["on_device"] = np.ones(len(row), np.int64)
 
 
 def _fold(rank: int, columns: dict[str, IntArray], kernel: IntArray) -> Members:

@@ -272,6 +272,7 @@ def _row(events: Events, op: _Op, group: int, groups: Groups) -> dict[str, int]:
         "label": op.kind,
         "stream": -1 if op.kind in P2P else int(events.lane[first]),
         "functional": op.functional,
+        "on_device": 0,
     }
 
 
@@ -305,4 +306,5 @@ def _orphan(events: Events, row: int, group: int) -> dict[str, int]:
         "label": kind,
         "stream": int(events.lane[row]),
         "functional": 0,
+        "on_device": 0,
     }

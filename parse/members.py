@@ -61,6 +61,7 @@ class Members:
     stream    int64: stream (or lane) of the span
     step      int64: number of the step in which it was issued, -1 outside or unknown
     functional  int64: 1 where the call came from a functional collective
+    on_device int64: 1 where the span is a kernel, whose end all members share within microseconds
     """
 
     rank: int
@@ -81,6 +82,7 @@ class Members:
     stream: IntArray
     step: IntArray
     functional: IntArray
+    on_device: IntArray
 
     def __len__(self) -> int:
         return len(self.event)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import transformer
+from scaletrace.traces.jobs import transformer
 
 WARM_STEPS = 3
 RECORDED_STEPS = 3
@@ -23,7 +21,7 @@ RECORDED_STEPS = 3
 
 def flight_record() -> dict[str, object]:
     """PyTorch's own ring of collectives of this rank; the fields that gloo leaves at zero are null, not zero."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     record: dict[str, object] = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
     entries = record.get("entries")

@@ -160,7 +160,7 @@ def train(options: argparse.Namespace, after_step: Callable[[], None] = lambda: 
 
         def forward_backward(tokens: Tensor, target: Tensor) -> Tensor:
             loss = loss_of(network(tokens), target)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

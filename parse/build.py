@@ -117,11 +117,12 @@ def _inputs(draft: Draft, job: Job, group_index: dict[int, int]) -> list[RankInp
     table = job.collectives
     _, first = np.unique(table.instance, return_index=True)
     position = {int(table.instance[row]): at for at, row in enumerate(first.tolist())}
+    only_group = 0 if len(job.groups) == 1 else -1
     for row in first.tolist():
         draft.collectives.append(
             GraphCollective(
                 KINDS[int(table.kind[row])],
-                group_index.get(int(table.group[row]), -1),
+                group_index.get(int(table.group[row]), only_group),
                 int(table.bytes_in[row]),
                 int(table.bytes_out[row]),
             )

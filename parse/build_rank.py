@@ -21,10 +21,10 @@ from scaletrace.parse.build_gpu import (
     find_kernels,
     recorded_waits,
 )
-from scaletrace.parse.events import BoolArray, Events, Int32Array, IntArray
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.host import Call, Calls, find_calls, op_spans, step_of
+from scaletrace.parse.host import ANNOTATION_CATS, OP_CATS, Call, Calls, find_calls, op_spans, step_of
 from scaletrace.parse.job import RankTrace
 from scaletrace.parse.streams import UNEXPLAINED, Kernels, SyncEdges, infer_streams, infer_syncs
 
@@ -140,11 +140,12 @@ def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32A
     first[1:] = chain[1:] != chain[:-1]
     before = np.zeros(c, np.int64)
     before[1:] = start[1:] - end[:-1]
-    before[first] = 0
+    before[first] = _lead(events, thread[first], start[first])
     small = launching & ~waits & (tail > 0) & (tail <= MERGED_REMAINDER_NS)
     merged = np.zeros(c, np.bool_)
     merged[:-1] = small[:-1] & (before[1:] > 0) & ~first[1:]
-    dur[1:, 0] = np.maximum(before[1:], 0) + np.where(merged[:-1], tail[:-1], 0)
+    dur[:, 0] = np.maximum(before, 0)
+    dur[1:, 0] += np.where(merged[:-1], tail[:-1], 0)
     dur[:, 1], dur[:, 2] = main, np.where(merged, 0, tail)
     present[:, 0] = dur[:, 0] > 0
     present[:, 1] = True
@@ -165,7 +166,9 @@ def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32A
     lanes = {int(t): draft.lane(rank.trace.rank, _thread_name(events, int(t)), False) for t in np.unique(thread)}
     lane = np.array([lanes[int(t)] for t in thread], np.int32)
     release = np.full((c, 3), NO_RELEASE, np.int64)
-    release[first, 1] = start[first] + rank.shift_ns
+    led = first & present[:, 0]
+    release[led, 0] = (start - before)[led] + rank.shift_ns
+    release[first & ~led, 1] = start[first & ~led] + rank.shift_ns
     mask = present.ravel()
     ids = draft.add_nodes(
         int(mask.sum()),
@@ -191,6 +194,17 @@ def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32A
     submit = np.empty(c, np.int64)
     submit[order] = main
     return HostNodes(call_node, out, submit)
+
+
+def _lead(events: Events, threads: Int32Array, start: IntArray) -> IntArray:
+    """Host time of each thread before its first call at `start`, back to the first operator or annotation on it."""
+    marks = events.in_cats(*OP_CATS, *ANNOTATION_CATS) & (events.ts_ns != TIME_UNKNOWN)
+    out = np.zeros(len(threads), np.int64)
+    for at, (thread, until) in enumerate(zip(threads.tolist(), start.tolist(), strict=True)):
+        rows = np.flatnonzero(marks & (events.lane == thread))
+        if len(rows):
+            out[at] = max(until - int(events.ts_ns[rows].min()), 0)
+    return out
 
 
 def _program_edges(

@@ -1,0 +1,179 @@
+"""Turns a graph and what was measured into errors that mean something: strict identity, and prediction across steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.graph import Graph, Measured, NodeKind
+from scaletrace.replay.align import pair, sequences, tokens
+from scaletrace.replay.engine import replay
+from scaletrace.replay.timeline import Timeline
+
+_DEVICE = (NodeKind.KERNEL, NodeKind.COPY, NodeKind.TRANSFER)
+_HOST = (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.WAIT)
+EXTERNAL_SHARE = 1 / 3
+WINDOW = -1
+"""Step number that stands for the whole window where the trace has no steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepError:
+    """One step, measured and replayed: from the last step's end (its own start, for the first) to its own."""
+
+    step: int
+    measured_ns: int
+    replayed_ns: int
+
+    @property
+    def error(self) -> float:
+        return self.replayed_ns / self.measured_ns - 1 if self.measured_ns else 0.0
+
+
+def boundary_nodes(graph: Graph) -> BoolArray:
+    """Nodes whose ends bound a step: device work, or host work in a job without devices."""
+    on_device = any(lane.is_device for lane in graph.lanes)
+    return graph.nodes(*(_DEVICE if on_device else _HOST))
+
+
+def without_stalls(graph: Graph, dur_ns: IntArray | None = None) -> IntArray:
+    """Durations with all STALL nodes at zero: the strict mode, in which nothing is forgiven."""
+    return np.where(graph.kind == NodeKind.STALL, 0, graph.dur_ns if dur_ns is None else dur_ns)
+
+
+def step_errors(graph: Graph, measured: Measured, timeline: Timeline) -> list[StepError]:
+    """Every step of the job, or the whole window as step -1 where there is none."""
+    bounding = boundary_nodes(graph)
+    numbers = np.unique(graph.step[bounding & (graph.step >= 0)])
+    if not len(numbers):
+        if not len(graph):
+            return []
+        whole = int(measured.end_ns.max() - measured.start_ns.min())
+        return [StepError(WINDOW, whole, timeline.makespan_ns)]
+    out: list[StepError] = []
+    was, now = 0, 0
+    for at, number in enumerate(numbers.tolist()):
+        inside = graph.step == number
+        if at == 0:
+            was = int(measured.start_ns[inside].min())
+            now = was
+        ends = inside & bounding
+        end, replayed = int(measured.end_ns[ends].max()), int(timeline.end_ns[ends].max())
+        out.append(StepError(int(number), end - was, replayed - now))
+        was, now = end, replayed
+    return out
+
+
+def mean_error(errors: list[StepError]) -> float:
+    """Mean absolute relative error."""
+    return float(np.mean([abs(e.error) for e in errors])) if errors else 0.0
+
+
+def given_steps(graph: Graph, measured: Measured) -> set[int]:
+    """Steps of which more than a third passes while work from before the window still arrives: they are partly given."""
+    external = boundary_nodes(graph) & (graph.step < 0)
+    out = set()
+    for number, (start, end) in measured.step_bounds.items():
+        inside = external & (measured.start_ns >= start) & (measured.start_ns < end)
+        if inside.any() and int(measured.end_ns[inside].max()) - start > EXTERNAL_SHARE * (end - start):
+            out.add(number)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossSteps:
+    """One step predicted from the others: `predicted_ns` with all their durations, `device_only_ns` with own host times.
+
+    naive_ns  mean of the other measured steps;  mapped: share of the step's nodes that had a counterpart
+    host_variation  how far the host's busy time of this step lies from the others' mean, on the rank where it is worst
+    """
+
+    step: int
+    measured_ns: int
+    predicted_ns: int
+    device_only_ns: int
+    naive_ns: float
+    mapped: float
+    host_variation: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ns / self.measured_ns - 1
+
+    @property
+    def device_only_error(self) -> float:
+        return self.device_only_ns / self.measured_ns - 1
+
+    @property
+    def naive_error(self) -> float:
+        return self.naive_ns / self.measured_ns - 1
+
+
+def across_steps(graph: Graph, measured: Measured) -> list[AcrossSteps]:
+    """Predict each step from the durations of the others on its own structure; empty below two steps.
+
+    Stalls are at zero, blocking calls never keep their durations: what a step needs beyond that can't be predicted.
+    """
+    parts = sequences(graph)
+    given = given_steps(graph, measured)
+    numbers = sorted({step for _, step, _ in parts if step >= 0 and step not in given})
+    if len(numbers) < 2:
+        return []
+    base = step_errors(graph, measured, replay(graph))
+    by_step = {e.step: e for e in base}
+    mark = tokens(graph)
+    device = graph.nodes(*_DEVICE)
+    out = []
+    for number in numbers:
+        if number not in by_step:
+            continue
+        others = [n for n in numbers if n != number and n in by_step]
+        total, count = np.zeros(len(graph)), np.zeros(len(graph), np.int32)
+        nodes = [(key, seq) for key, seq in parts.items() if key[1] == number]
+        for (rank, _, lane), seq in nodes:
+            for other in others:
+                donor = parts.get((rank, other, lane))
+                if donor is None:
+                    continue
+                at = pair(mark[seq], mark[donor])
+                hit = at >= 0
+                total[seq[hit]] += graph.dur_ns[donor[at[hit]]]
+                count[seq[hit]] += 1
+        found = count > 0
+        strict = without_stalls(graph)
+        everything = np.where(found, np.rint(total / np.maximum(count, 1)).astype(np.int64), strict)
+        device_only = np.where(found & device, everything, strict)
+        whole = sum(len(seq) for _, seq in nodes)
+        out.append(
+            AcrossSteps(
+                number,
+                by_step[number].measured_ns,
+                _step_time(graph, measured, everything, number),
+                _step_time(graph, measured, device_only, number),
+                float(np.mean([by_step[n].measured_ns for n in others])),
+                float(found.sum() / whole) if whole else 0.0,
+                _host_variation(graph, number, others),
+            )
+        )
+    return out
+
+
+def _step_time(graph: Graph, measured: Measured, dur_ns: IntArray, number: int) -> int:
+    """Replayed length of one step. Its predecessor is replayed with the same durations, so that only the step differs."""
+    errors = step_errors(graph, measured, replay(graph, dur_ns))
+    return next(e.replayed_ns for e in errors if e.step == number)
+
+
+def _host_variation(graph: Graph, number: int, others: list[int]) -> float:
+    """Largest relative distance, over ranks, of one step's host time from the mean of the others'."""
+    host = graph.nodes(NodeKind.HOST, NodeKind.LAUNCH)
+    worst = 0.0
+    for rank in np.unique(graph.rank[host]).tolist():
+        mine = host & (graph.rank == rank)
+        busy = {n: int(graph.dur_ns[mine & (graph.step == n)].sum()) for n in (number, *others)}
+        mean = float(np.mean([busy[n] for n in others]))
+        if busy[number] and mean:
+            worst = max(worst, abs(mean / busy[number] - 1))
+    return worst

@@ -1,0 +1,195 @@
+"""Turns a Job into the answers of `scaletrace replay`: errors, where time went, who kept whom waiting, the critical path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from scaletrace.parse.build import BuildOptions, Built, build
+from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.health import Health
+from scaletrace.parse.job import Job
+from scaletrace.replay import stragglers as straggling
+from scaletrace.replay.accuracy import (
+    AcrossSteps,
+    StepError,
+    across_steps,
+    mean_error,
+    step_errors,
+    without_stalls,
+)
+from scaletrace.replay.breakdown import RankBreakdown, breakdown
+from scaletrace.replay.critical_path import CriticalPath, critical_path
+from scaletrace.replay.engine import replay
+from scaletrace.replay.stragglers import Straggler, stragglers
+from scaletrace.replay.timeline import Timeline
+
+BUS_FACTOR = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+"""Bytes over the slowest link per byte of the largest buffer, as nccl-tests counts bus bandwidth; 1 for other kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSummary:
+    """Collectives of one axis, kind, group size and payload: how many, how long waited and moved (all members), speed."""
+
+    axis: str
+    kind: str
+    group_size: int
+    bytes: int
+    count: int
+    wait_ns: int
+    transfer_ns: int
+    busbw_Bps: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """Everything that `replay` says. `steps` replay the graph with its stalls, `strict` without them."""
+
+    built: Built
+    timeline: Timeline
+    path: CriticalPath
+    steps: list[StepError]
+    strict: list[StepError]
+    across: list[AcrossSteps]
+    breakdown: list[RankBreakdown]
+    collectives: list[CollectiveSummary]
+    stragglers: list[Straggler]
+
+    @property
+    def health(self) -> Health:
+        """What the job's reading and the graph's building repaired, dropped, guessed or left unmatched."""
+        out = Health()
+        out.add(self.built.job.health)
+        out.add(self.built.health)
+        return out
+
+    def to_json_parts(self) -> dict[str, Any]:
+        """The content of `replay --json` (docs/cli.md) without its frame."""
+        quality = self.built.quality
+        across = [abs(a.error) for a in self.across]
+        return {
+            "steps": [
+                {"step": e.step, "measured_ns": e.measured_ns, "replayed_ns": e.replayed_ns, "error": e.error}
+                for e in self.steps
+            ],
+            "mean_abs_error": mean_error(self.steps),
+            "quality": {
+                "strict_error": mean_error(self.strict),
+                "across_steps_error": float(np.mean(across)) if across else None,
+                "unexplained_stall_fraction": quality.worst_stall_fraction,
+                "explained_starts_fraction": quality.explained_starts,
+                "offered": quality.offered,
+                "contradicted": quality.contradicted,
+                "time_sliced_ranks": list(quality.time_sliced_ranks),
+            },
+            "breakdown": {str(part.rank): part.to_json() for part in self.breakdown},
+            "collectives": [one.to_json() for one in self.collectives],
+            "stragglers": [
+                {"rank": s.rank, "caused_wait_ns": s.caused_wait_ns, "shorter_by_ns": s.shorter_by_ns}
+                for s in self.stragglers
+            ],
+            "critical_path": path_json(self.path),
+        }
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a step: measured, replayed and strictly replayed nanoseconds with their errors."""
+        strict = {e.step: e for e in self.strict}
+        return pd.DataFrame(
+            [
+                {
+                    "step": e.step,
+                    "measured_ns": e.measured_ns,
+                    "replayed_ns": e.replayed_ns,
+                    "error": e.error,
+                    "strict_ns": strict[e.step].replayed_ns,
+                    "strict_error": strict[e.step].error,
+                }
+                for e in self.steps
+            ]
+        )
+
+
+def path_json(path: CriticalPath, most: int = 500) -> dict[str, Any]:
+    """The `critical_path` part: the longest `most` segments in order of time, what the rest sums to, and shares."""
+    segments = path.segments()
+    kept = sorted(range(len(segments)), key=lambda at: -int(str(segments[at]["dur_ns"])))[:most]
+    shown = [segments[at] for at in sorted(kept)]
+    shares = path.shares()
+    gap = shares["gap"] + shares["stall"]
+    return {
+        "length_ns": path.length_ns,
+        "segments": shown,
+        "segments_total": len(segments),
+        "segments_left_out_ns": path.length_ns - sum(int(str(s["dur_ns"])) for s in shown),
+        "share": {
+            "compute": shares["compute"],
+            "communication": shares["communication"],
+            "memory": shares["memory"],
+            "host": shares["host"],
+            "gap": gap,
+        },
+        "stall_share": shares["stall"],
+        "by_axis_ns": path.time_by("axis"),
+        "by_rank_ns": path.time_by("rank"),
+    }
+
+
+def replay_job(source: Job | Built, options: BuildOptions | None = None) -> ReplayResult:
+    """Build the graph of a job (unless it is built), replay it, and answer every question of `scaletrace replay`."""
+    built = source if isinstance(source, Built) else build(source, options)
+    graph = built.graph
+    timeline = replay(graph)
+    return ReplayResult(
+        built,
+        timeline,
+        critical_path(timeline),
+        step_errors(graph, built.measured, timeline),
+        step_errors(graph, built.measured, replay(graph, without_stalls(graph))),
+        across_steps(graph, built.measured),
+        breakdown(timeline),
+        summarise_collectives(timeline),
+        stragglers(timeline),
+    )
+
+
+def summarise_collectives(timeline: Timeline) -> list[CollectiveSummary]:
+    """Collectives by axis, kind, group size and payload, the longest in sum first."""
+    graph = timeline.graph
+    nodes = np.flatnonzero(graph.nodes(NodeKind.TRANSFER) & (graph.instance >= 0))
+    waited, _ = straggling.waits(timeline)
+    out: dict[tuple[str, str, int, int], list[int]] = {}
+    for node in nodes.tolist():
+        key = _collective_key(graph, node)
+        entry = out.setdefault(key, [0, 0, 0])
+        entry[0] += 1
+        entry[1] += int(waited[node])
+        entry[2] += int(timeline.end_ns[node] - timeline.start_ns[node])
+    instances: dict[tuple[str, str, int, int], set[int]] = {}
+    for node in nodes.tolist():
+        instances.setdefault(_collective_key(graph, node), set()).add(int(graph.instance[node]))
+    found = []
+    for key, (members, wait, transfer) in out.items():
+        axis, kind, size, moved = key
+        factor = BUS_FACTOR.get(kind, lambda n: 1.0)(size) if size > 1 else 0.0
+        speed = moved * factor * members / (transfer / 1e9) if moved > 0 and transfer > 0 and size > 1 else None
+        found.append(CollectiveSummary(axis, kind, size, moved, len(instances[key]), wait, transfer, speed))
+    return sorted(found, key=lambda c: (-c.transfer_ns - c.wait_ns, c.axis, c.kind, c.bytes))
+
+
+def _collective_key(graph: Graph, node: int) -> tuple[str, str, int, int]:
+    one = graph.collectives[int(graph.instance[node])]
+    group = graph.groups[one.group] if one.group >= 0 else None
+    moved = max(one.bytes_in, one.bytes_out)
+    return (group.axis if group else "", one.kind, group.size if group else -1, moved)

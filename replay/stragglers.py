@@ -1,0 +1,124 @@
+"""Turns a graph into what each rank costs the others: the waits it caused, and the step without its delay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaletrace.parse.events import IntArray
+from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
+from scaletrace.replay.align import pair, sequences, tokens
+from scaletrace.replay.engine import replay, replay_columns
+from scaletrace.replay.timeline import Timeline
+
+MOST_PEERS = 4
+COLUMNS = 16
+_OWN = (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.KERNEL, NodeKind.COPY)
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """One rank: the waits of others that it ended, and how much sooner the job would end if it kept its peers' pace.
+
+    shorter_by_ns  makespan minus the makespan with this rank's own work no slower than the median of its peers'
+    """
+
+    rank: int
+    caused_wait_ns: int
+    shorter_by_ns: int
+
+
+def waits(timeline: Timeline) -> tuple[IntArray, IntArray]:
+    """For each TRANSFER node how long its member waited for others (int64[n], 0 elsewhere), and the rank awaited (-1)."""
+    graph, dst = timeline.graph, timeline.graph.edge_dst
+    own = (graph.kind[graph.pred] == NodeKind.ARRIVE) & (graph.kind[dst] == NodeKind.TRANSFER)
+    own &= graph.edge_kind == EdgeKind.STREAM
+    waited, awaited = np.zeros(len(graph), np.int64), np.full(len(graph), -1, np.int64)
+    node = dst[own]
+    waited[node] = timeline.start_ns[node] - timeline.end_ns[graph.pred[own]]
+    binding = timeline.binding[node].copy()
+    hub = (binding >= 0) & (graph.kind[binding] == NodeKind.RENDEZVOUS)
+    binding[hub] = timeline.binding[binding[hub]]
+    late = (waited[node] > 0) & (binding >= 0)
+    awaited[node[late]] = graph.rank[binding[late]]
+    return waited, awaited
+
+
+def stragglers(timeline: Timeline) -> list[Straggler]:
+    """All ranks, the most costly first. With a single rank there is nobody to keep waiting: an empty list."""
+    graph = timeline.graph
+    ranks = np.unique(graph.rank[graph.lane >= 0]).tolist()
+    if len(ranks) < 2:
+        return []
+    waited, awaited = waits(timeline)
+    caused = {rank: int(waited[awaited == rank].sum()) for rank in ranks}
+    paced = peers_pace(graph)
+    shorter: dict[int, int] = {}
+    for first in range(0, len(ranks), COLUMNS):
+        some = ranks[first : first + COLUMNS]
+        columns = np.stack([np.where(graph.rank == rank, paced, graph.dur_ns) for rank in some], axis=1)
+        end = replay_columns(graph, columns).max(axis=0)
+        for at, rank in enumerate(some):
+            shorter[rank] = int(timeline.end_ns.max() - end[at])
+    found = [Straggler(rank, caused[rank], shorter[rank]) for rank in ranks]
+    return sorted(found, key=lambda s: (-s.shorter_by_ns, -s.caused_wait_ns, s.rank))
+
+
+def peers_pace(graph: Graph) -> IntArray:
+    """Durations with every node of a rank no longer than the median of its counterparts on other ranks, int64[n].
+
+    Stalls shrink to the median share of stall of the other ranks. Nodes without a counterpart keep their durations.
+    """
+    mark, parts = tokens(graph), sequences(graph)
+    own = graph.nodes(*_OWN)
+    lanes = _lane_order(graph)
+    by_place: dict[tuple[int, int], dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]]] = {}
+    for (rank, step, lane), nodes in parts.items():
+        if lane >= 0:
+            by_place.setdefault((step, lanes[lane]), {})[rank] = nodes
+    out = graph.dur_ns.copy()
+    for here in by_place.values():
+        for rank, nodes in here.items():
+            peers = [r for r in sorted(here, key=lambda r: (abs(r - rank), r)) if r != rank][:MOST_PEERS]
+            if not peers:
+                continue
+            table = np.full((len(peers), len(nodes)), np.nan)
+            for row, peer in enumerate(peers):
+                at = pair(mark[nodes], mark[here[peer]])
+                table[row, at >= 0] = graph.dur_ns[here[peer][at[at >= 0]]]
+            known = np.isfinite(table).any(axis=0) & own[nodes]
+            pace = np.nanmedian(table[:, known], axis=0).astype(np.int64)
+            out[nodes[known]] = np.minimum(out[nodes[known]], pace)
+    return _pace_stalls(graph, out)
+
+
+def _pace_stalls(graph: Graph, dur_ns: IntArray) -> IntArray:
+    stall = graph.nodes(NodeKind.STALL)
+    ranks = np.unique(graph.rank[graph.lane >= 0])
+    total = {int(r): int(graph.dur_ns[stall & (graph.rank == r)].sum()) for r in ranks}
+    for rank, own in total.items():
+        others = float(np.median([v for r, v in total.items() if r != rank])) if len(total) > 1 else own
+        if own > others:
+            mine = stall & (graph.rank == rank)
+            dur_ns[mine] = (dur_ns[mine] * (others / own)).astype(np.int64)
+    return dur_ns
+
+
+def _lane_order(graph: Graph) -> dict[int, int]:
+    """A number for each lane that counterparts on other ranks share: device streams by name, threads by order."""
+    names: dict[str, int] = {}
+    out, seen = {}, {}
+    for at, lane in enumerate(graph.lanes):
+        if lane.is_device:
+            key = f"device {lane.name}"
+        else:
+            seen[lane.rank] = seen.get(lane.rank, 0) + 1
+            key = f"host {seen[lane.rank]}"
+        out[at] = names.setdefault(key, len(names))
+    return out
+
+
+def without_delay(graph: Graph, rank: int) -> Timeline:
+    """The replay in which one rank keeps the pace of its peers."""
+    return replay(graph, np.where(graph.rank == rank, peers_pace(graph), graph.dur_ns))

@@ -260,7 +260,7 @@ class Walker:
             buf.at += 1
         while True:
             raw = buf.text(buf.at, buf.end)
-            stop = _event_end(raw, buf.final)
+            stop = salvage.event_end(raw, buf.final)
             if stop or not buf.more():
                 break
             self._bounded("one event")
@@ -345,13 +345,3 @@ class Walker:
             "give each rank its own file",
             offset,
         )
-
-
-def _event_end(raw: bytes, final: bool) -> int:
-    """Length of the broken event at the start of `raw`, 0 where its end is not in sight."""
-    after = salvage.EVENT_BOUNDARY.search(raw)
-    last = salvage.LIST_END.search(raw)
-    if last and raw[last.end() - 1 : last.end()] != b":" and not final:
-        last = None
-    ends = [match.start() + 1 for match in (after, last) if match]
-    return min(ends, default=0)

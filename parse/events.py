@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ TIME_UNKNOWN = np.iinfo(np.int64).min
 """`ts_ns` of a record that carries no usable time (Kineto writes ts 0, dur 0 for some GPU records)."""
 
 
+_COLUMNS = ("ph", "cat", "name", "lane", "ts_ns", "dur_ns", "correlation", "external_id", "stream", "device")
 _DENSE = {"correlation": "correlation", "External id": "external_id", "stream": "stream", "device": "device"}
 
 
@@ -162,6 +163,24 @@ class Events:
         if at == len(arg.rows) or arg.rows[at] != row:
             return None
         return self.strings[int(arg.values[at])]
+
+    def select(self, rows: IntArray) -> Events:
+        """The table of these rows only (ascending int64[k]), with the flows of their lanes; codes stay."""
+        place = np.full(len(self), MISSING, np.int32)
+        place[rows] = np.arange(len(rows), dtype=np.int32)
+        args = {}
+        for key, arg in self.args.items():
+            keep = place[arg.rows] != MISSING
+            if keep.any():
+                args[key] = Arg(place[arg.rows[keep]], arg.values[keep], arg.is_text)
+        flows = self.flows
+        kept = np.isin(flows.lane, np.unique(self.lane[rows]))
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in _COLUMNS},
+            args=args,
+            flows=Flows(flows.cat[kept], flows.id[kept], flows.lane[kept], flows.ts_ns[kept], flows.is_start[kept]),
+        )
 
     def to_frame(self, keys: Sequence[str] = ()) -> pd.DataFrame:
         """The table as pandas, with names and categories as categoricals and `keys` as further columns."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from scaletrace.errors import InputError, LimitError
+from scaletrace.errors import CorruptTraceError, InputError, LimitError
 from scaletrace.parse.limits import Limits
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -71,6 +72,23 @@ def pieces(stream: IO[bytes], name: str, limits: Limits, damage: Damage) -> Iter
             )
         if part:
             yield part
+
+
+def checked_utf8(parts: Iterator[bytes], name: str) -> Iterator[bytes]:
+    """The same pieces; raises CorruptTraceError at the first byte that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    for part in parts:
+        pending = len(decoder.getstate()[0])
+        try:
+            decoder.decode(part)
+        except UnicodeDecodeError as error:
+            offset = done - pending + error.start
+            raise CorruptTraceError(
+                f"{name}: invalid UTF-8 at byte {offset:,}; read it without --strict", offset
+            ) from error
+        done += len(part)
+        yield part
 
 
 def _plain(stream: IO[bytes], head: bytes, limits: Limits) -> Iterator[tuple[int, bytes]]:

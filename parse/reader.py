@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -15,8 +15,10 @@ from scaletrace.parse.document import Document, Walker
 from scaletrace.parse.events import Events, IntArray
 from scaletrace.parse.health import Health
 from scaletrace.parse.limits import DEFAULT, Limits
-from scaletrace.parse.pieces import Damage, opened, pieces
+from scaletrace.parse.ondemand import arguments_at
+from scaletrace.parse.pieces import Damage, checked_utf8, opened, pieces
 from scaletrace.parse.scan_state import STATS
+from scaletrace.parse.survey import survey
 from scaletrace.parse.table import build
 
 _MAX_BASE_NS = 4_000_000_000_000_000_000
@@ -40,6 +42,13 @@ class TraceFile:
     truncated: bool = False
     legacy: bool = False
     offsets: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    limits: Limits = DEFAULT
+
+    def arguments(self, rows: Sequence[int] | IntArray) -> list[dict[str, Any]]:
+        """All arguments of these event rows, those without a column included, read from the file again."""
+        return arguments_at(
+            self.source.split("#rank")[0], self.offsets[np.asarray(rows, np.int64)].tolist(), self.limits
+        )
 
 
 def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: Limits = DEFAULT) -> TraceFile:
@@ -51,7 +60,8 @@ def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: L
     name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "stream"))
     health, damage = Health(), Damage()
     with opened(source) as stream:
-        document = Walker(pieces(stream, name, limits, damage), name, limits, strict, health).run()
+        parts = pieces(stream, name, limits, damage)
+        document = Walker(checked_utf8(parts, name) if strict else parts, name, limits, strict, health).run()
     if damage.reason:
         if strict:
             raise CorruptTraceError(f"{name}: {damage.reason}; read it without --strict to keep the readable prefix")
@@ -64,6 +74,7 @@ def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: L
     _count(document, health)
     base_ns = _base_ns(document, health)
     events, offsets = build(document.table, base_ns, health)
+    survey(events, health)
     return TraceFile(
         source=name,
         events=events,
@@ -73,6 +84,7 @@ def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: L
         truncated=document.truncated or bool(damage.reason),
         legacy=document.list_at_root,
         offsets=offsets,
+        limits=limits,
     )
 
 

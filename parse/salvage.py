@@ -61,6 +61,15 @@ def decode_event(fragment: bytes) -> tuple[dict[str, Any], list[str]]:
     return event, reasons
 
 
+def event_end(raw: bytes, final: bool) -> int:
+    """Length of the broken event at the start of `raw`, 0 where its end is not in sight; `final`: nothing follows."""
+    after = EVENT_BOUNDARY.search(raw)
+    last = LIST_END.search(raw)
+    if last and raw[last.end() - 1 : last.end()] != b":" and not final:
+        last = None
+    return min((match.start() + 1 for match in (after, last) if match), default=0)
+
+
 class _Lenient:
     """A forgiving reader of one JSON object. `at` moves forward only, so that it always ends."""
 

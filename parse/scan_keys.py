@@ -22,7 +22,7 @@ In msg nelems|Out msg nelems|Group size|Global rank start|Global rank stride|Ran
 Is asynchronized op|Process Group ID|Sequence number|Fwd thread id|Record function id|Ev Idx|finished
 Python id|Python parent id|Python module id|Python thread
 Bytes|Addr|Device Type|Device Id|Total Allocated|Total Reserved
-fromDevice|inDevice|toDevice|num_warps|num_stages|flops|sqid|seq_num|stream_id|Op count|hsa_queue|Trace iteration
+fromDevice|inDevice|toDevice|num_warps|num_stages|flops|sqid|seq_num|stream_id|Op count|hsa_queue|Trace iteration|rank
 """
 _REALS = "blocks per SM|warps per SM|est. achieved occupancy %|Est. SM Efficiency|value"
 _TEXTS = """

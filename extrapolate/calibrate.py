@@ -24,8 +24,8 @@ Floats = npt.NDArray[np.float64]
 NOISE = 0.05
 HUBER = 1.5
 PRIOR_SD = np.array([0.7, 0.7, 0.3])
-GLOO_PRIOR_SD = np.array([2.0, 2.0, 2.0])
-"""gloo's rates depend on the host far more than NCCL's on the fabric, so its prior is only an order of magnitude."""
+GLOO_PRIOR_SD = np.array([0.7, 0.7, 2.0])
+"""gloo's rates depend on the host far more than NCCL's on the fabric, so their prior is only an order of magnitude."""
 ITERATIONS = 60
 
 

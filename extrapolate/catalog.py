@@ -166,6 +166,19 @@ def names(what: str) -> tuple[str, ...]:
     return tuple(_entries(f"{what}.yaml"))
 
 
+def entry(what: str, name: str) -> dict[str, Any]:
+    """One checked entry as plain values, with `source` and `sources` beside its numbers (see names)."""
+    kinds: dict[str, type[_Spec]] = {
+        "devices": DeviceSpec,
+        "networks": NetworkSpec,
+        "clusters": ClusterSpec,
+        "models": ModelSpec,
+    }
+    if what not in kinds:
+        raise UsageError(f"the catalog has {', '.join(kinds)}, not {what!r}")
+    return _check(kinds[what], _find(what, name), f"{what}.yaml, {name}").model_dump(mode="json")
+
+
 def load_device(name: str) -> Device:
     """A device of the catalog."""
     return _check(DeviceSpec, _find("devices", name), f"devices.yaml, {name}").build(name)

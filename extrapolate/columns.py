@@ -35,7 +35,7 @@ def mixture_max(mean: Floats, sd: Floats, n: Floats) -> float:
         spread = max(spread, sd[c])
     low -= 4.0 * spread
     if high - low < 1e-9:
-        return high
+        return float(high)
     steps = 400
     width = (high - low) / steps
     total = 0.0
@@ -51,7 +51,7 @@ def mixture_max(mean: Floats, sd: Floats, n: Floats) -> float:
                 log_below += n[c] * math.log(below) if below > 0 else -1e300
         weight = 0.5 if i in (0, steps) else 1.0
         total += weight * (1.0 - math.exp(max(log_below, -700.0)))
-    return low + total * width
+    return float(low + total * width)
 
 
 @jit
@@ -79,12 +79,12 @@ def _largest(samples: Floats, n: float, gain: float, robust: bool) -> float:
     for c in range(k):
         mean[c], sd[c] = _location_scale(samples[c], robust)
     if k == 1:
-        return mean[0] + gain * sd[0]
+        return float(mean[0] + gain * sd[0])
     if robust:
         best = mean[0] + gain * sd[0]
         for c in range(1, k):
             best = max(best, mean[c] + gain * sd[c])
-        return best
+        return float(best)
     return mixture_max(mean, sd, count)
 
 

@@ -6,6 +6,8 @@ robust to one slow rank, which is an event of its own and no sign of a wide popu
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -32,15 +34,14 @@ def segment_times(graph: Graph, dur_ns: IntArray) -> Floats:
     ranks = np.unique(graph.rank[graph.kind == NodeKind.ARRIVE])
     steps = np.unique(graph.step[(graph.step >= 0) & (graph.kind == NodeKind.ARRIVE)])
     compute = compute_nodes(graph)
-    rows: dict[tuple[int, int], Floats] = {}
+    rows: dict[tuple[int, int], npt.NDArray[Any]] = {}
     for r in ranks.tolist():
         for s in steps.tolist():
             mine = np.flatnonzero((graph.rank == r) & (graph.step == s))
             segment = np.cumsum(graph.kind[mine] == NodeKind.ARRIVE)
             work = compute[mine]
-            rows[r, s] = np.bincount(
-                segment[work], weights=dur_ns[mine[work]], minlength=int(segment.max(initial=0)) + 1
-            )
+            length = int(segment.max(initial=0)) + 1
+            rows[r, s] = np.bincount(segment[work], dur_ns[mine[work]].astype(np.float64), length)
     if not rows:
         return np.zeros((0, 0, 0))
     lengths = [len(row) for row in rows.values()]

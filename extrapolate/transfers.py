@@ -220,6 +220,9 @@ def rescale(
             continue
         if before.seconds > 0:
             ratio[at] = after.seconds / before.seconds
+            if now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size:
+                # More ranks never make the same bytes faster; only a prior beyond a slow measured tier would say so.
+                ratio[at] = max(1.0, ratio[at])
         else:
             ratio[at], absolute[at] = 0.0, after.seconds * 1e9
     out = dur_ns.copy()

@@ -47,4 +47,4 @@ def keep_ranks(graph: Graph, ranks: Iterable[int]) -> Graph:
 
 def real_ranks(graph: Graph) -> list[int]:
     """Ranks that own a node other than a hub, ascending."""
-    return np.unique(graph.rank[(graph.kind != NodeKind.RENDEZVOUS) & (graph.rank >= 0)]).tolist()
+    return [int(rank) for rank in np.unique(graph.rank[(graph.kind != NodeKind.RENDEZVOUS) & (graph.rank >= 0)])]

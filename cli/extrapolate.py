@@ -1,0 +1,159 @@
+"""Turns a capture into its scaling curve on the command line: a table, `curve.json` and predicted timelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scaletrace.cli.common import document, err, exit_codes, out, print_json
+
+if TYPE_CHECKING:
+    from scaletrace.extrapolate.calibrate import Evidence
+    from scaletrace.extrapolate.curve import ScalingCurve
+    from scaletrace.extrapolate.stragglers import Noise
+
+SIZES = "8,16,32,64,128,256,512,1024"
+
+
+def extrapolate(
+    path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
+    gpus: Annotated[str, typer.Option(help="Sizes to predict, as 16,64,256.")] = SIZES,
+    cluster: Annotated[
+        str, typer.Option(help="Cluster of the catalog, or a YAML file; default: what the trace looks like.")
+    ] = "",
+    layout: Annotated[str, typer.Option(help="Layout to use at every size, as fsdp=8 (dp fills up).")] = "",
+    strong: Annotated[bool, typer.Option("--strong/--weak", help="Keep the global batch / the work of a GPU.")] = False,
+    noise: Annotated[
+        str, typer.Option(help="Jitter and slow ranks, as residual=0.02,static=0.01,tail=pareto; default: measured.")
+    ] = "",
+    overlap_slowdown: Annotated[
+        float | None, typer.Option(help="How much slower compute runs beside a collective (0.2); default: measured.")
+    ] = None,
+    nics: Annotated[int | None, typer.Option(help="NICs of a node that one group drives at most.")] = None,
+    nccl_tests: Annotated[
+        list[str] | None, typer.Option(help="Output of nccl-tests as further evidence, as RANKS:FILE; may be repeated.")
+    ] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens of one step on one GPU, for tokens/s.")] = None,
+    flop: Annotated[
+        float | None, typer.Option(help="FLOP of one step on one GPU, for MFU; default: from shapes.")
+    ] = None,
+    knee: Annotated[
+        float, typer.Option(help="A doubling that gives less than this share of double is the knee.")
+    ] = 0.8,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where curve.json goes.")] = Path("curve.json"),
+    timelines: Annotated[
+        str, typer.Option(help="Sizes whose predicted timeline is written beside it as a .pftrace, as 64,1024.")
+    ] = "",
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write the files, print nothing.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+) -> None:
+    """Stretch a measured job to larger clusters, with a band and the origin of every number.
+
+    Example: scaletrace extrapolate runs/8gpu --gpus 16,64,256,1024 --cluster dgx_h100
+    """
+    with exit_codes(debug):
+        from scaletrace.extrapolate.cluster import Cluster
+        from scaletrace.extrapolate.curve import extrapolate as stretch
+        from scaletrace.extrapolate.layout import Layout
+        from scaletrace.parse.build import build
+        from scaletrace.parse.load import load
+
+        sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
+        evidence = [piece for entry in nccl_tests or [] for piece in _nccl_tests(entry)]
+        job = load(path)
+        curve = stretch(
+            build(job),
+            cluster=Cluster.load(cluster) if cluster else None,
+            sizes=sizes,
+            layout=Layout.parse(layout) if layout else None,
+            weak=not strong,
+            evidence=evidence,
+            noise=_noise(noise) if noise else None,
+            overlap_slowdown=overlap_slowdown,
+            nics=nics,
+            tokens_per_step_per_gpu=tokens,
+            flop_per_step_per_gpu=flop,
+            knee_share=knee,
+        )
+        answer = document("scaletrace.extrapolate/1", path, curve.health.to_json(), **curve.to_json_parts())
+        _write(answer, curve, output, shown)
+        if json_:
+            print_json(answer)
+        elif not quiet:
+            _show(answer, output)
+
+
+def _sizes(text: str, option: str) -> list[int]:
+    """Numbers of ranks from "16,64"; says which part is none."""
+    from scaletrace.errors import UsageError
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = [part for part in parts if not part.isdigit() or int(part) < 1]
+    if wrong or not parts:
+        raise UsageError(f"{option}: sizes are whole numbers ≥ 1 as in 16,64,256, got {wrong[0] if wrong else text!r}")
+    return [int(part) for part in parts]
+
+
+def _noise(text: str) -> Noise:
+    """Noise from "residual=0.02,static=0.01,tail=pareto,index=4"."""
+    from scaletrace.errors import UsageError
+    from scaletrace.extrapolate.stragglers import PRIOR_NOISE, Noise
+
+    values = dict(part.partition("=")[::2] for part in text.split(",") if part)
+    unknown = set(values) - {"residual", "static", "tail", "index"}
+    if unknown:
+        raise UsageError(f"--noise: no {unknown.pop()!r}; known: residual, static, tail, index")
+    try:
+        return Noise(
+            float(values.get("residual", PRIOR_NOISE.residual_cv)),
+            float(values.get("static", PRIOR_NOISE.static_cv)),
+            values.get("tail", "normal"),
+            float(values.get("index", 4.0)),
+        )
+    except ValueError as error:
+        raise UsageError(f"--noise: {error} (as in residual=0.02,static=0.01)") from error
+
+
+def _nccl_tests(entry: str) -> list[Evidence]:
+    """Evidence from RANKS:FILE."""
+    from scaletrace.errors import InputError, UsageError
+    from scaletrace.extrapolate.calibrate import from_nccl_tests
+
+    ranks, _, file = entry.partition(":")
+    if not ranks.isdigit() or not file:
+        raise UsageError(f"--nccl-tests: {entry!r} should be RANKS:FILE, as 16:all_reduce.txt")
+    try:
+        return from_nccl_tests(Path(file).read_text(encoding="utf-8", errors="replace"), int(ranks))
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from error
+
+
+def _write(answer: dict[str, Any], curve: ScalingCurve, output: Path, shown: list[int]) -> None:
+    """curve.json, and one predicted timeline a size asked for."""
+    import json
+
+    from scaletrace.errors import InputError
+
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(answer, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{output}: can't be written ({error.strerror}); choose another place with --output"
+        ) from error
+    for size in shown:
+        from scaletrace.view.perfetto import write_timeline
+
+        target = output.with_name(f"{output.stem}_{size}.pftrace")
+        write_timeline(target, curve.timeline(size))
+        err.print(f"predicted timeline of {size} ranks: {target}")
+
+
+def _show(answer: dict[str, Any], output: Path) -> None:
+    from scaletrace.view.terminal import curve_table
+
+    out.print(curve_table(answer))
+    out.print(f"written to {output}")

@@ -1,0 +1,188 @@
+"""Turns a built job into all that its stretching starts from: sizes, layout, calibration, overlap, noise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.errors import InputError
+from scaletrace.extrapolate import overlap
+from scaletrace.extrapolate.calibrate import Evidence, calibrate
+from scaletrace.extrapolate.cluster import Cluster, Link
+from scaletrace.extrapolate.columns import BOTH, NONE
+from scaletrace.extrapolate.costs import Calibration
+from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of, measured_layout
+from scaletrace.extrapolate.noise import compute_nodes, measure_noise
+from scaletrace.extrapolate.overlap import Slowdown
+from scaletrace.extrapolate.rewrite.data import Shape
+from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks
+from scaletrace.extrapolate.stragglers import Folded, Noise, fold
+from scaletrace.extrapolate.transfers import (
+    evidence,
+    instance_of_hubs,
+    serialised,
+    unshared_ns,
+    with_groups,
+    with_sizes,
+)
+from scaletrace.parse.build import Built, build
+from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.health import Health
+from scaletrace.parse.job import Job
+from scaletrace.replay.engine import replay
+
+Floats = npt.NDArray[np.float64]
+DEVICES = (
+    (r"GB200", "gb200_nvl72"),
+    (r"B200", "dgx_b200"),
+    (r"H200", "dgx_h200"),
+    (r"H100", "dgx_h100"),
+    (r"A100", "dgx_a100"),
+    (r"V100", "dgx_v100"),
+    (r"MI300|MI325", "mi300x"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The measured job, ready to be stretched.
+
+    graph, dur_ns        as measured, every collective with a group and a size
+    spread, spread_ns    the same with transfers taking turns on each rank's link, where ranks have one (gloo)
+    share                overlap of every kernel at the measured scale
+    folded, chosen       the representative ranks for stragglers, and which nodes they are
+    """
+
+    graph: Graph
+    dur_ns: IntArray
+    spread: Graph
+    spread_ns: IntArray
+    ranks: int
+    layout: Layout
+    cluster: Cluster
+    calibration: Calibration
+    slowdown: Slowdown
+    share: Floats
+    noise: Noise
+    folded: Folded
+    chosen: BoolArray
+    units: Sequence[Sequence[Shape]] = ()
+    health: Health = field(default_factory=Health)
+
+
+def guess_cluster(job: Job) -> Cluster:
+    """The catalog's cluster that fits what the trace says of its device; flat Ethernet for a job without one."""
+    names = " ".join(
+        str(device.get("name", ""))
+        for rank in job.ranks
+        for device in (rank.header.get("deviceProperties") or [])
+        if isinstance(device, dict)
+    )
+    for pattern, cluster in DEVICES:
+        if re.search(pattern, names):
+            return Cluster.load(cluster)
+    return Cluster.load("gloo_10g" if job.backend in ("gloo", "mpi", "") and not names else "dgx_h100")
+
+
+def prepare(
+    source: Built | Job,
+    cluster: Cluster | None = None,
+    *,
+    more_evidence: Iterable[Evidence] = (),
+    noise: Noise | None = None,
+    slowdown: float | None = None,
+    units: Sequence[Sequence[Shape]] = (),
+) -> Base:
+    """Everything that all points of a curve share; see curve.extrapolate for the options."""
+    built = source if isinstance(source, Built) else build(source)
+    if not len(built.graph):
+        raise InputError("nothing to extrapolate: the trace holds no work that a graph could be built from")
+    health = Health()
+    health.add(built.job.health)
+    health.add(built.health)
+    if cluster is None:
+        cluster = guess_cluster(built.job)
+        health.note(f"Cluster {cluster.name} is a guess from the trace; name another with --cluster.")
+    ranks = max(built.job.world_size, len(real_ranks(built.graph)))
+    graph = with_groups(built.graph, ranks, health)
+    graph = replace(graph, instance=instance_of_hubs(graph))
+    timeline = replay(graph)
+    shared_link = cluster.tiers[0].link is Link.TCP
+    alone = unshared_ns(graph, timeline.start_ns, timeline.end_ns) if shared_link else graph.dur_ns
+    found = [*evidence(graph, alone), *more_evidence]
+    calibration = calibrate(found, cluster)
+    graph = with_sizes(graph, alone, cluster, health)
+    _warn(found, cluster, health)
+    _warn_data_axis(graph, health)
+    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+    measured = overlap.measure(graph, share, cluster.device.overlap_slowdown)
+    if slowdown is not None:
+        measured = Slowdown(slowdown, {}, "given")
+    chosen = representatives(graph)
+    spread = serialised(graph) if shared_link else graph
+    return Base(
+        graph=graph,
+        dur_ns=graph.dur_ns,
+        spread=spread,
+        spread_ns=alone,
+        ranks=ranks,
+        layout=measured_layout(graph, ranks),
+        cluster=cluster,
+        calibration=calibration,
+        slowdown=measured,
+        share=share,
+        noise=noise or measure_noise(graph),
+        folded=fold(keep_nodes(spread, chosen), _reach(graph)),
+        chosen=chosen,
+        units=units,
+        health=health,
+    )
+
+
+def _warn(found: Sequence[Evidence], cluster: Cluster, health: Health) -> None:
+    if not found:
+        health.note("No transfer of the trace could be used for calibration: all communication costs are the prior's.")
+    elif cluster.tiers[0].link is Link.TCP:
+        health.note("Transfers are as measured between these ranks; on another network than theirs, give --cluster.")
+    if cluster.backend == "nccl" and found:
+        largest = max(item.ranks for item in found)
+        if largest <= cluster.node_size:
+            health.note(f"All measured groups fit one domain of {cluster.node_size}: costs beyond it are the prior's.")
+
+
+def _warn_data_axis(graph: Graph, health: Health) -> None:
+    """Say so where growing the data axis would add ranks that never talk."""
+    axes = {axis_of(graph.groups[item.group].axis) for item in graph.collectives if item.group >= 0}
+    if not axes & set(DATA_AXES):
+        health.note(
+            "The trace holds no collective of a data axis, so more data-parallel ranks cost nothing here; "
+            "record the job with at least two of them to have gradients synchronised."
+        )
+
+
+def _reach(graph: Graph) -> npt.NDArray[np.uint8]:
+    """Messages between two ranks stay in one column; all other collectives reach the whole population."""
+    local = ("send", "recv")
+    reach = [NONE if item.kind in local else BOTH for item in graph.collectives]
+    return np.array(reach or [BOTH], np.uint8)
+
+
+def representatives(graph: Graph) -> BoolArray:
+    """Nodes of the ranks that stand for all: the rank of median compute, or every rank where ranks send to each other."""
+    ranks = real_ranks(graph)
+    kinds = {item.kind for item in graph.collectives}
+    if not kinds & {"send", "recv"}:
+        work = compute_nodes(graph)
+        totals = np.bincount(graph.rank[work], weights=graph.dur_ns[work], minlength=max(ranks) + 1)[ranks]
+        ranks = [ranks[int(np.argsort(totals, kind="stable")[(len(ranks) - 1) // 2])]]
+    keep = np.isin(graph.rank, ranks) & (graph.kind != NodeKind.RENDEZVOUS)
+    hub = graph.kind == NodeKind.RENDEZVOUS
+    into = graph.edge_dst
+    fed = np.zeros(len(graph), np.bool_)
+    fed[into[hub[into] & keep[graph.pred]]] = True
+    return np.asarray(keep | (hub & fed), np.bool_)

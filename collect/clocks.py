@@ -8,6 +8,7 @@ A probe sends at most `PINGS` datagrams and gives up after `LIMIT_S`, whatever h
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -136,7 +137,7 @@ class Responder:
                 port = _ORDER.unpack(text)[1]
                 if port not in self._serving:
                     self._serving.add(port)
-                    self._start(lambda port=port: self._serve(port))
+                    self._start(functools.partial(self._serve, port))
 
     def _serve(self, port: int) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:

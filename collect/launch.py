@@ -23,6 +23,7 @@ from types import FrameType
 
 from scaletrace.collect import manifest
 from scaletrace.collect.clocks import Responder
+from scaletrace.collect.fake_world import variables
 from scaletrace.collect.ranks import check_spec
 from scaletrace.collect.settings import VARIABLE, Settings
 from scaletrace.collect.trigger import REQUEST
@@ -57,6 +58,8 @@ def environment_for(settings: Settings, environment: Mapping[str, str] = os.envi
     path = environment.get("PYTHONPATH")
     found = {**environment, VARIABLE: settings.to_json()}
     found["PYTHONPATH"] = hook_folder() + (os.pathsep + path if path else "")
+    if settings.fake_world:
+        found.update(variables(settings))
     return found
 
 

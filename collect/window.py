@@ -63,6 +63,10 @@ class Window:
             self._profiler = self._make_profiler(number)
             with self._as_ours():
                 self._profiler.start()
+        if self._settings.fake_world and number < first:
+            from scaletrace.collect.fake_world import watch_step
+
+            watch_step()
         self.start_cost_ns = time.perf_counter_ns() - began
 
     def _make_profiler(self, number: int) -> Any:
@@ -97,6 +101,10 @@ class Window:
         """A boundary: step `number` begins now. After the last step the files are written."""
         if number > self.first:
             self.boundaries_ns.append(time.time_ns())
+        if self._settings.fake_world and number >= self.first:
+            from scaletrace.collect.fake_world import end_watch
+
+            end_watch()
         if self._profiler is not None:
             with self._as_ours():
                 self._profiler.step()

@@ -45,14 +45,19 @@ class Boundary:
 
 
 def install(module: Any, settings: Settings | None = None) -> Recorder | None:
-    """Arm this process: `module` is torch.optim.optimizer. The recorder, None where nothing is asked for."""
+    """Arm this process once `module`, torch.optim.optimizer, is imported; the recorder, None where nothing is asked for.
+
+    `module` may also be torch.distributed.distributed_c10d, which only a fake world changes.
+    """
     settings = settings or Settings.from_environment()
     if settings is None:
         return None
-    if settings.fake_world:
-        from scaletrace.collect.fake_world import arm
+    if module.__name__.startswith("torch.distributed"):
+        if settings.fake_world:
+            from scaletrace.collect.fake_world import patch_distributed
 
-        arm(settings)
+            patch_distributed(module, settings)
+        return None
     recorder = Recorder(settings)
     set_active(recorder)
     os.register_at_fork(after_in_child=recorder.disable)

@@ -4,36 +4,44 @@ Found through PYTHONPATH by every interpreter of the job. It must be quick (most
 work in an interpreter where scaletrace is not installed, and must leave no trace of itself on sys.path.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 
+if False:  # typing is slow to import, and this runs in every interpreter
+    from typing import Any
+
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_TARGET = "torch.optim.optimizer"
+_TARGETS = {"torch.optim.optimizer", "torch.distributed.distributed_c10d"}
 
 
 class _Finder:
-    """Stands first on sys.meta_path until torch's optimizers are imported, then takes itself away."""
+    """Stands first on sys.meta_path until both modules of torch are imported, then takes itself away."""
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != _TARGET:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in _TARGETS:
             return None
-        sys.meta_path.remove(self)
+        _TARGETS.discard(name)
+        if not _TARGETS:
+            sys.meta_path.remove(self)
         from importlib.machinery import PathFinder
 
         spec = PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
-        def exec_module(module):  # type: ignore[no-untyped-def]
+        def exec_module(module: Any) -> None:
             execute(module)
             _install(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
-def _install(module):  # type: ignore[no-untyped-def]
+def _install(module: Any) -> None:
     """Wrap the step boundary; nothing that fails here may reach the job."""
     try:
         _make_importable()
@@ -46,7 +54,7 @@ def _install(module):  # type: ignore[no-untyped-def]
             raise
 
 
-def _make_importable():  # type: ignore[no-untyped-def]
+def _make_importable() -> None:
     """Where the job's interpreter has no scaletrace, load the one that this file belongs to, without touching sys.path."""
     from importlib.util import find_spec, module_from_spec, spec_from_file_location
 
@@ -60,7 +68,7 @@ def _make_importable():  # type: ignore[no-untyped-def]
         spec.loader.exec_module(module)
 
 
-def _chain():  # type: ignore[no-untyped-def]
+def _chain() -> None:
     """Run the sitecustomize that this file shadows, as `sitecustomize`; its errors are reported by site, as without us."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
@@ -74,5 +82,5 @@ def _chain():  # type: ignore[no-untyped-def]
 
 
 if os.environ.get("SCALETRACE_COLLECT"):
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder())
 _chain()

@@ -9,6 +9,7 @@ import numpy as np
 from scaletrace.parse import cats
 from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, Events, IntArray
 from scaletrace.parse.health import Health
+from scaletrace.parse.kernels import list_unknown
 from scaletrace.parse.links import crossings, gpu_rows, launch_of
 
 NO_KERNEL = "launches without GPU records"
@@ -38,6 +39,7 @@ def survey(events: Events, health: Health) -> None:
     crossing = len(crossings(events))
     if crossing:
         health.unmatched[CROSSINGS] += crossing
+    list_unknown(events, health)
     unknown = [cat for cat in events.cats if cat not in cats.KNOWN_CATS]
     if unknown:
         health.guessed[UNKNOWN_CATS] += int(events.in_cats(*unknown).sum())

@@ -4,6 +4,8 @@ A node starts when all its predecessors have ended (plus each edge's lag) and it
 
     start[v] = max(release_ns[v], max over predecessors u of end[u] + lag_ns[u→v]);   end[v] = start[v] + dur_ns[v]
 
+One that has neither predecessor nor release starts with the earliest release of the graph.
+
 A collective member is two nodes: ARRIVE (no duration: this rank is ready) and TRANSFER (the part after the last
 awaited member has arrived). Rendezvous edges lead from the members' ARRIVE nodes, where there are many through one
 RENDEZVOUS hub per instance, to their TRANSFER nodes.

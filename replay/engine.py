@@ -15,6 +15,16 @@ FULL_GPU_BLOCKS = 80
 
 
 @jit
+def origin_of(release_ns: IntArray) -> int:
+    """The earliest release, which is also the start of a node that nothing precedes; 0 where there is none."""
+    out = np.int64(2**62)
+    for t in release_ns:
+        if t != NO_RELEASE and t < out:
+            out = t
+    return 0 if out == 2**62 else out
+
+
+@jit
 def sweep(
     dur_ns: IntArray, release_ns: IntArray, pred_ptr: IntArray, pred: Int32Array, lag_ns: IntArray
 ) -> tuple[IntArray, IntArray, Int32Array]:
@@ -25,6 +35,7 @@ def sweep(
     n = len(dur_ns)
     start, end = np.empty(n, np.int64), np.empty(n, np.int64)
     binding = np.full(n, -1, np.int32)
+    origin = origin_of(release_ns)
     for v in range(n):
         t = release_ns[v]
         for e in range(pred_ptr[v], pred_ptr[v + 1]):
@@ -33,7 +44,7 @@ def sweep(
                 t = arrival
                 binding[v] = pred[e]
         if t == NO_RELEASE:
-            t = 0
+            t = origin
         start[v] = t
         end[v] = t + dur_ns[v]
     return start, end, binding
@@ -46,14 +57,15 @@ def sweep_columns(
     """End of every node in every column, int64[n, K], for durations int64[n, K]: K what-ifs in one sweep."""
     n, columns = dur_ns.shape
     end = np.empty((n, columns), np.int64)
+    origin = origin_of(release_ns)
     for v in range(n):
         first, last = pred_ptr[v], pred_ptr[v + 1]
-        origin = release_ns[v]
+        release = release_ns[v]
         if first == last:
-            if origin == NO_RELEASE:
-                origin = 0
+            if release == NO_RELEASE:
+                release = origin
             for k in range(columns):
-                end[v, k] = origin + dur_ns[v, k]
+                end[v, k] = release + dur_ns[v, k]
             continue
         p, lag = pred[first], lag_ns[first]
         for k in range(columns):
@@ -62,9 +74,9 @@ def sweep_columns(
             p, lag = pred[e], lag_ns[e]
             for k in range(columns):
                 end[v, k] = max(end[v, k], end[p, k] + lag)
-        if origin != NO_RELEASE:
+        if release != NO_RELEASE:
             for k in range(columns):
-                end[v, k] = max(end[v, k], origin)
+                end[v, k] = max(end[v, k], release)
         for k in range(columns):
             end[v, k] += dur_ns[v, k]
     return end
@@ -91,6 +103,7 @@ def _sweep_arbitrated(
     depth = 8
     recent = np.full((int(rank.max()) + 1 if n else 1, depth), -1, np.int64)
     slot = np.zeros(len(recent), np.int64)
+    origin = origin_of(release_ns)
     for v in range(n):
         t = release_ns[v]
         for e in range(pred_ptr[v], pred_ptr[v + 1]):
@@ -101,7 +114,7 @@ def _sweep_arbitrated(
                 t = arrival
                 binding[v] = pred[e]
         if t == NO_RELEASE:
-            t = 0
+            t = origin
         if is_kernel[v]:
             for i in range(depth):
                 u = recent[rank[v], i]

@@ -1,0 +1,100 @@
+"""Turns the text of a what-if rule (`gemm*=0.5`, `bandwidth.nic=2x`, `rank3.delay=20ms`) into a Rule."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from scaletrace.errors import UsageError
+
+UNITS_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+CLASSES = ("compute", "comm", "memory", "host", "stall", "all")
+EXAMPLES = "gemm*=0.5, comm=3, host=0.25, layer:blocks.3=0.5, bandwidth.nic=2x, latency=0.5, rank3.delay=20ms, overlap=ideal, drop=all_reduce"
+_RANK = re.compile(r"rank(\d+)\.?(.*)$")
+_TIME = re.compile(r"([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(ns|us|µs|ms|s)$")
+_FACTOR = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)x?$")
+
+
+class Action(Enum):
+    """What a rule does to the nodes that it selects."""
+
+    SCALE = "scale"
+    ADD = "add"
+    BANDWIDTH = "bandwidth"
+    LATENCY = "latency"
+    DELAY = "delay"
+    PEERS = "peers"
+    IDEAL_OVERLAP = "overlap"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One change. `target` is a class, a name pattern, `layer:PATTERN`, an axis or a tier; "" is everything.
+
+    factor multiplies durations (divides them for BANDWIDTH); time_ns is added to each (ADD) or each step (DELAY).
+    """
+
+    text: str
+    action: Action
+    target: str = ""
+    rank: int | None = None
+    factor: float = 1.0
+    time_ns: int = 0
+
+
+def parse_rule(text: str) -> Rule:
+    """One rule from its text. Raises UsageError that says which part is not understood, with examples."""
+    left, sign, right = text.partition("=")
+    if not sign or not left.strip() or not right.strip():
+        raise UsageError(f"rule {text!r} is not TARGET=VALUE; examples: {EXAMPLES}")
+    target, value, rank = left.strip(), right.strip(), None
+    found = _RANK.match(target)
+    if found is not None:
+        rank, target = int(found[1]), found[2]
+    if target == "overlap":
+        if value != "ideal":
+            raise UsageError(f"rule {text!r}: overlap can only be set to ideal")
+        return Rule(text, Action.IDEAL_OVERLAP, rank=rank)
+    if target == "drop":
+        return Rule(text, Action.DROP, value, rank)
+    if target == "delay":
+        return _delay(text, value, rank)
+    head, _, tail = target.partition(".")
+    if head in ("bandwidth", "latency"):
+        action = Action.BANDWIDTH if head == "bandwidth" else Action.LATENCY
+        return Rule(text, action, tail, rank, _factor(text, value))
+    time = _TIME.match(value)
+    if time is not None:
+        return Rule(text, Action.ADD, target, rank, time_ns=_ns(time))
+    return Rule(text, Action.SCALE, target, rank, _factor(text, value))
+
+
+def _delay(text: str, value: str, rank: int | None) -> Rule:
+    if value in ("none", "peers"):
+        if rank is None:
+            raise UsageError(f"rule {text!r}: say whose delay goes, as in rank3.delay=none")
+        return Rule(text, Action.PEERS, rank=rank)
+    time = _TIME.match(value)
+    if time is None:
+        raise UsageError(
+            f"rule {text!r}: {value!r} is no time; write it like 20ms, 5us, or none to keep the peers' pace"
+        )
+    return Rule(text, Action.DELAY, rank=rank, time_ns=_ns(time))
+
+
+def _ns(time: re.Match[str]) -> int:
+    return round(float(time[1]) * UNITS_NS[time[2]])
+
+
+def _factor(text: str, value: str) -> float:
+    found = _FACTOR.match(value)
+    if found is None:
+        raise UsageError(
+            f"rule {text!r}: {value!r} is neither a factor (0.5, 2x) nor a time (20ms); examples: {EXAMPLES}"
+        )
+    factor = float(found[1])
+    if not 0 <= factor < float("inf"):
+        raise UsageError(f"rule {text!r}: the factor must be a finite number that is not negative")
+    return factor

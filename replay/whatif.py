@@ -1,0 +1,259 @@
+"""Turns a graph and rules into the graph of a job that has never run, and both replays into what the change is worth."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from scaletrace.errors import UsageError
+from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
+from scaletrace.replay.contention import Slowdown, fit_slowdown, overlapped_share
+from scaletrace.replay.engine import replay
+from scaletrace.replay.rules import CLASSES, Action, Rule, parse_rule
+from scaletrace.replay.stragglers import peers_pace
+from scaletrace.replay.timeline import Timeline
+
+_CLASS_KINDS = {
+    "compute": (NodeKind.KERNEL,),
+    "comm": (NodeKind.TRANSFER,),
+    "memory": (NodeKind.COPY,),
+    "host": (NodeKind.HOST, NodeKind.LAUNCH),
+    "stall": (NodeKind.STALL,),
+    "all": (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.KERNEL, NodeKind.COPY, NodeKind.TRANSFER, NodeKind.STALL),
+}
+SWEEPS = 3
+TIERS = ("nic", "nvlink")
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The replays before and after; `changed` counts the nodes each rule touched; notes say what was assumed."""
+
+    before: Timeline
+    after: Timeline
+    rules: tuple[Rule, ...]
+    changed: dict[str, int]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def change_ns(self) -> int:
+        """Makespan after minus before: negative is faster."""
+        return self.after.makespan_ns - self.before.makespan_ns
+
+    @property
+    def speedup(self) -> float:
+        return self.before.makespan_ns / self.after.makespan_ns if self.after.makespan_ns else float("inf")
+
+
+def whatif(graph: Graph, rules: Sequence[str | Rule], *, arbitrate: bool = False, slowdown: bool = False) -> WhatIf:
+    """Replay `graph` as it is and with `rules`.
+
+    arbitrate  let full-GPU kernels hold back others at run time instead of by measured order
+    slowdown   remove what kernels lost to overlapped communication before the change, and add what they lose after it
+    Raises UsageError for a rule that selects nothing.
+    """
+    parsed = tuple(parse_rule(rule) if isinstance(rule, str) else rule for rule in rules)
+    before = replay(graph, arbitrate=arbitrate)
+    notes: list[str] = []
+    changed_graph, dur, changed = apply_rules(graph, parsed, notes)
+    if not slowdown:
+        return WhatIf(before, replay(changed_graph, dur, arbitrate=arbitrate), parsed, changed, notes)
+    fitted = fit_slowdown(before)
+    notes.append(fitted.describe())
+    after = _with_slowdown(before, changed_graph, dur, fitted, arbitrate)
+    return WhatIf(before, after, parsed, changed, notes)
+
+
+def _with_slowdown(before: Timeline, graph: Graph, dur: IntArray, fitted: Slowdown, arbitrate: bool) -> Timeline:
+    """Fixed point of: durations without contention, replayed overlap, durations with it (a few sweeps)."""
+    free = dur / fitted.stretch(overlapped_share(before))
+    after = replay(graph, np.rint(free).astype(np.int64), arbitrate=arbitrate)
+    for _ in range(SWEEPS):
+        stretched = free * fitted.stretch(overlapped_share(after))
+        after = replay(graph, np.rint(stretched).astype(np.int64), arbitrate=arbitrate)
+    return after
+
+
+def apply_rules(graph: Graph, rules: Sequence[Rule], notes: list[str]) -> tuple[Graph, IntArray, dict[str, int]]:
+    """The graph and durations after all rules in order, and how many nodes each touched."""
+    dur, changed = graph.dur_ns.copy(), {}
+    for rule in rules:
+        if rule.action is Action.IDEAL_OVERLAP:
+            graph, count = _ideal_overlap(graph)
+        elif rule.action is Action.DROP:
+            graph, dur, count = _drop(graph, dur, rule)
+        elif rule.action is Action.PEERS:
+            mine = graph.rank == _known_rank(graph, rule)
+            paced = np.minimum(dur, peers_pace(graph))
+            count = int((mine & (paced < dur)).sum())
+            dur = np.where(mine, paced, dur)
+        elif rule.action is Action.DELAY:
+            dur, count = _delay(graph, dur, rule)
+        elif rule.action in (Action.BANDWIDTH, Action.LATENCY):
+            dur, count = _link(graph, dur, rule, notes)
+        else:
+            chosen = select(graph, rule)
+            count = int(chosen.sum())
+            scaled = np.rint(dur[chosen] * rule.factor).astype(np.int64) + rule.time_ns
+            dur[chosen] = np.maximum(scaled, 0)
+        changed[rule.text] = count
+    return graph, dur, changed
+
+
+def select(graph: Graph, rule: Rule) -> BoolArray:
+    """The nodes that a scaling rule means: a class, a layer pattern, or names (kernels, operators, collectives)."""
+    timed = graph.nodes(*_CLASS_KINDS["all"])
+    target = rule.target
+    if target in CLASSES:
+        chosen = graph.nodes(*_CLASS_KINDS[target])
+    elif target == "":
+        chosen = timed
+    elif target.startswith("layer:"):
+        wanted = _matching(graph.layers, target.removeprefix("layer:"))
+        chosen = np.isin(graph.layer, wanted) if len(graph.layer) else np.zeros(len(graph), np.bool_)
+    else:
+        chosen = timed & np.isin(graph.name, _matching(graph.names, target))
+        chosen |= graph.nodes(NodeKind.TRANSFER) & _of_kind(graph, target)
+    if rule.rank is not None:
+        chosen = chosen & (graph.rank == _known_rank(graph, rule))
+    if not chosen.any():
+        raise UsageError(
+            f"rule {rule.text!r} selects nothing; give a class ({', '.join(CLASSES)}), a name pattern or layer:PATTERN"
+        )
+    return chosen
+
+
+def _matching(texts: Sequence[str], pattern: str) -> list[int]:
+    """Indices of the texts that match, without regard to case; a bare word matches anywhere in a name."""
+    low = pattern.lower()
+    if not any(c in low for c in "*?["):
+        exact = [i for i, text in enumerate(texts) if text.lower() == low]
+        return exact or [i for i, text in enumerate(texts) if low in text.lower()]
+    starred = [i for i, text in enumerate(texts) if fnmatch.fnmatchcase(text.lower(), low)]
+    return starred or [i for i, text in enumerate(texts) if fnmatch.fnmatchcase(text.lower(), f"*{low}")]
+
+
+def _of_kind(graph: Graph, pattern: str) -> BoolArray:
+    """Nodes of the collectives whose kind matches."""
+    kinds = [one.kind for one in graph.collectives]
+    return np.isin(graph.instance, _matching(kinds, pattern)) & (graph.instance >= 0)
+
+
+def _known_rank(graph: Graph, rule: Rule) -> int:
+    ranks = np.unique(graph.rank[graph.lane >= 0]).tolist()
+    if rule.rank not in ranks:
+        raise UsageError(f"rule {rule.text!r}: rank {rule.rank} is not in this job (ranks {ranks[0]} to {ranks[-1]})")
+    return int(rule.rank)
+
+
+def _delay(graph: Graph, dur: IntArray, rule: Rule) -> tuple[IntArray, int]:
+    """Lengthen the first host node of every step, of one rank or of all."""
+    host = graph.nodes(NodeKind.HOST, NodeKind.LAUNCH)
+    if rule.rank is not None:
+        host &= graph.rank == _known_rank(graph, rule)
+    at = np.flatnonzero(host)
+    stepped = at[graph.step[at] >= 0] if (graph.step[at] >= 0).any() else at
+    _, first = np.unique(np.stack((graph.rank[stepped], graph.step[stepped])), axis=1, return_index=True)
+    out = dur.copy()
+    out[stepped[first]] = np.maximum(out[stepped[first]] + rule.time_ns, 0)
+    return out, len(first)
+
+
+def _drop(graph: Graph, dur: IntArray, rule: Rule) -> tuple[Graph, IntArray, int]:
+    """Take a kind of collective out: no transfer, and nobody waits for anybody in it."""
+    gone = _of_kind(graph, rule.target)
+    if not gone.any():
+        kinds = sorted({one.kind for one in graph.collectives})
+        raise UsageError(f"rule {rule.text!r}: no such collective; here: {', '.join(kinds) or 'none'}")
+    met = (graph.edge_kind == EdgeKind.RENDEZVOUS) & gone[graph.edge_dst]
+    return _without_edges(graph, met), np.where(gone, 0, dur), int(gone.sum())
+
+
+def _without_edges(graph: Graph, drop: BoolArray) -> Graph:
+    keep = ~drop
+    pred_ptr = np.zeros(len(graph) + 1, np.int64)
+    np.cumsum(np.bincount(graph.edge_dst[keep], minlength=len(graph)), out=pred_ptr[1:])
+    return replace(
+        graph,
+        pred_ptr=pred_ptr,
+        pred=graph.pred[keep],
+        lag_ns=graph.lag_ns[keep],
+        edge_kind=graph.edge_kind[keep],
+        edge_source=graph.edge_source[keep],
+    )
+
+
+def _ideal_overlap(graph: Graph) -> tuple[Graph, int]:
+    """Nothing waits for a transfer but the next transfer and the end: the most that hiding communication can bring."""
+    after = graph.nodes(NodeKind.TRANSFER)[graph.pred]
+    blocked = after & np.isin(graph.edge_kind, (EdgeKind.EVENT_WAIT, EdgeKind.HOST_SYNC, EdgeKind.OCCUPANCY))
+    blocked |= (
+        after & (graph.edge_kind == EdgeKind.STREAM) & ~graph.nodes(NodeKind.ARRIVE, NodeKind.STALL)[graph.edge_dst]
+    )
+    return _without_edges(graph, blocked), int(blocked.sum())
+
+
+def _link(graph: Graph, dur: IntArray, rule: Rule, notes: list[str]) -> tuple[IntArray, int]:
+    """Change bandwidth or latency of the links of an axis or a tier: each transfer is latency plus what bytes take."""
+    chosen = graph.nodes(NodeKind.TRANSFER) & _on_link(graph, rule)
+    if rule.rank is not None:
+        chosen &= graph.rank == _known_rank(graph, rule)
+    if not chosen.any():
+        axes = sorted({group.axis for group in graph.groups if group.axis})
+        raise UsageError(
+            f"rule {rule.text!r}: no transfer there; tiers: nic, nvlink; axes here: {', '.join(axes) or 'none'}"
+        )
+    latency = np.minimum(latencies(graph, notes), dur)
+    if rule.action is Action.LATENCY:
+        changed = dur - latency + np.rint(latency * rule.factor).astype(np.int64)
+    elif rule.factor == 0:
+        raise UsageError(f"rule {rule.text!r}: a bandwidth of zero never ends")
+    else:
+        changed = latency + np.rint((dur - latency) / rule.factor).astype(np.int64)
+    return np.where(chosen, changed, dur), int(chosen.sum())
+
+
+def _on_link(graph: Graph, rule: Rule) -> BoolArray:
+    if not rule.target:
+        return np.ones(len(graph), np.bool_)
+    fits = []
+    for one in graph.collectives:
+        group = graph.groups[one.group] if one.group >= 0 else None
+        if rule.target in TIERS:
+            fits.append(group is not None and (group.nodes_spanned > 1) == (rule.target == "nic"))
+        else:
+            fits.append(group is not None and group.axis == rule.target)
+    table = np.array([*fits, False], np.bool_)
+    return table[np.where(graph.instance >= 0, graph.instance, len(fits))]
+
+
+def latencies(graph: Graph, notes: list[str]) -> IntArray:
+    """The part of each transfer that bytes do not explain (int64[n]): intercept over payloads, by kind and group.
+
+    One payload alone tells nothing about latency: there it is 0, and a note says so.
+    """
+    out = np.zeros(len(graph), np.int64)
+    nodes = np.flatnonzero(graph.nodes(NodeKind.TRANSFER) & (graph.instance >= 0))
+    payload = np.array([max(one.bytes_in, one.bytes_out) for one in graph.collectives] or [0], np.int64)
+    family: dict[tuple[str, int], list[int]] = {}
+    for node in nodes.tolist():
+        one = graph.collectives[int(graph.instance[node])]
+        family.setdefault((one.kind, one.group), []).append(node)
+    single = 0
+    for members in family.values():
+        at = np.array(members)
+        size, time = payload[graph.instance[at]], graph.dur_ns[at]
+        sizes = np.unique(size[size >= 0])
+        if len(sizes) < 2:
+            single += 1
+            continue
+        least = np.array([time[size == s].min() for s in sizes], np.float64)
+        slope, intercept = np.polyfit(sizes.astype(np.float64), least, 1)
+        out[at] = int(np.clip(intercept if slope > 0 else least.min(), 0, least.min()))
+    if single:
+        notes.append(f"{single} kinds of collective have one payload size: their whole transfer counts as bandwidth")
+    return out

@@ -52,7 +52,7 @@ def job_of(config: Config, on: Device) -> Job:
         tp=tp,
         micro_batch=config.whole("mbs"),
         micro_batches=config.whole("micro_batches"),
-        recompute=config.text("act_ckpt").lower() == "true",
+        recompute="full" if config.text("act_ckpt").lower() == "true" else "none",
     )
     return owned_job(MODEL, layout, on, owners, local)
 

@@ -31,7 +31,9 @@ def results(tables: Path) -> list[Result]:
     if gpt3:
         found.append(_result("mlperf_175b", "MLPerf GPT-3 175B, H100", gpt3, GPT3, gathered_bytes=2, bounds=(3, 2)))
     if llama:
-        found.append(_result("mlperf_405b", "MLPerf Llama 3.1 405B, H100", llama, LLAMA, gathered_bytes=1, bounds=(5, 3)))
+        found.append(
+            _result("mlperf_405b", "MLPerf Llama 3.1 405B, H100", llama, LLAMA, gathered_bytes=1, bounds=(5, 3))
+        )
     return found
 
 
@@ -61,7 +63,9 @@ def split(table: Table) -> tuple[list[FitRow], list[HeldOutRow]]:
     return [fit], [HeldOutRow(Config.of(row), float(row["step_median_s"])) for row in rest]
 
 
-def _result(source: str, title: str, table: Table, model: Model, gathered_bytes: float, bounds: tuple[float, float]) -> Result:
+def _result(
+    source: str, title: str, table: Table, model: Model, gathered_bytes: float, bounds: tuple[float, float]
+) -> Result:
     fit, held = split(table)
 
     def job(config: Config) -> Job:

@@ -50,7 +50,7 @@ def job_of(config: Config, on: Device) -> Job:
     layout = Layout(
         dp=config.whole("gpus"),
         micro_batch=config.whole("mbs"),
-        recompute=config.text("act_ckpt").lower() == "true",
+        recompute="full" if config.text("act_ckpt").lower() == "true" else "none",
         gradient_bytes=2 if config.text("pure") == "True" else 4,
     )
     regather = config.text("sharding") == "FULL_SHARD"
@@ -126,13 +126,18 @@ def _result(source: str, title: str, table: Table, accelerator: str, on: Device,
         gates.append(Gate(source, "loss, 1B and 7B", worst(small), 2, 2, "points", baseline))
     else:
         gates.append(Gate(source, "loss from 16 GPUs", worst(list(kept.values())), 4, 2, "points", baseline))
-    notes = [f"{left_out} rows left out: micro batch more than {SAME_MICRO_BATCH} × off the fitted run's, or no such run."]
+    notes = [
+        f"{left_out} rows left out: micro batch more than {SAME_MICRO_BATCH} × off the fitted run's, or no such run."
+    ]
     if accelerator == "h100_80gb":
         pair = [row for row in fit if row.config.text("model") == "MPT-1b"]
         if len(pair) == 2:
             found = calibrate(lambda rows: fit_overlap_loss(rows, on), pair)
             notes.append(f"λ found again from MPT-1B at 128 and 256: {found:.3f}; constants.py has {on.overlap_loss}.")
-    notes += [f"Outlier of the source, not gated: {label} (measured {points[label] * 100:+.1f} points off)." for label in outliers]
+    notes += [
+        f"Outlier of the source, not gated: {label} (measured {points[label] * 100:+.1f} points off)."
+        for label in outliers
+    ]
     fitted = tuple(f"{row.config.text('model')}, {row.config.whole('gpus')} GPUs" for row in fit)
     return Result(source, title, "tokens/s/GPU", fitted, tuple(scored), tuple(gates), tuple(notes))
 

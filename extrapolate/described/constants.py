@@ -78,6 +78,38 @@ class Device:
         return replace(self, nic_Bps=node_Bps / self.gpus_per_node)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelCosts:
+    """What a software stack does with a device, beyond the device's own rates.
+
+    gemm_share    share of peak that full waves of large tiles reach in training (kernel alone: 271/312 on A100)
+    score_bytes   HBM bytes per attention score over forward and backward; 0 with flash attention
+    hidden_bytes  HBM bytes per token and hidden element of one layer over forward and backward
+    logit_bytes   HBM bytes per logit over forward and backward
+    launch_s      gap that one small kernel leaves
+    host_s        host time to issue one pass (forward, recomputation or backward) of one layer
+    host_tp_s     what tensor parallelism adds to it
+    """
+
+    gemm_share: float
+    score_bytes: float
+    hidden_bytes: float
+    logit_bytes: float
+    launch_s: float
+    host_s: float
+    host_tp_s: float
+    sequence_parallel: bool = False
+
+
+MEGATRON_A100 = KernelCosts(0.80, 42.0, 46.0, 29.0, 6.0e-6, 1.07e-3, 0.115e-3)
+"""Megatron without flash attention. Fitted together, each source with equal weight, on vTrain's 2-GPU runs without a
+pipeline (93 rows) and on Korthikanti's 22B and 175B (4 rows); nothing else of either source was used."""
+
+FLASH_H100 = KernelCosts(0.74, 0.0, 46.0, 29.0, 6.0e-6, 1.07e-3, 0.115e-3, sequence_parallel=True)
+"""The same stack on H100 with flash attention and sequence parallelism: no constant fitted. gemm_share is A100's times
+the ratio of the shares that the largest kernels reach, (794.5/989) / (271.2/312)."""
+
+
 _DEVICES = (
     Device("h100", 989e12, 1979e12, 3.35e12, 80e9, 450e9, 50e9, overlap_loss=0.603, power_W=700),
     Device("a100", 312e12, 312e12, 2.0e12, 80e9, 300e9, 25e9, overlap_loss=0.217, power_W=400, sm_count=108),

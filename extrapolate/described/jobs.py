@@ -19,13 +19,18 @@ from scaletrace.extrapolate.described.constants import (
     GRADIENT_PASS_BYTES_PER_PARAMETER,
     NCCL_CHANNELS,
     Device,
+    KernelCosts,
 )
 from scaletrace.extrapolate.described.fsdp import ShardedStep, sharded_program
+from scaletrace.extrapolate.described.kernels import head_s, layer_s
 from scaletrace.extrapolate.described.lanes import FrozenProgram, LaneTimes, solve_increasing
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.described.pipeline import Pipeline, pipeline_program
 from scaletrace.extrapolate.described.sharded_optimizer import OwnedStep, owned_program
 from scaletrace.extrapolate.described.spread import straggle
+
+
+RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +39,14 @@ class Layout:
 
     dp counts data-parallel replicas (of whole model copies cut by tp × cp × pp); world = dp × tp × cp × pp.
     gradient_bytes, gathered_bytes   bytes an element of the reduced gradients and of the gathered parameters
+    recompute                        none, selective (the attention core) or full
     overlapped                       parameter and gradient traffic runs beside compute
     sharded_optimizer                each data-parallel rank updates its share (ZeRO-1, distributed optimizer)
     fp8_layers                       layers run in FP8 while the head stays in bf16
     nic_cap_Bps                      network rate of one ring where channels or NICs are limited (inf = not)
     channels                         NCCL channels (SMs held) of the data-parallel communicator, where the job caps them
+    tensors_apart                    weights of a layer that are gathered and reduced one by one (0 = fused buffers)
+    balanced_stages                  layers are dealt to stages by cost, so that the head's stage holds fewer
     """
 
     dp: int = 1
@@ -49,7 +57,7 @@ class Layout:
     chunks: int = 1
     micro_batch: int = 1
     micro_batches: int = 1
-    recompute: bool = False
+    recompute: str = "none"
     overlapped: bool = True
     sharded_optimizer: bool = True
     gradient_bytes: float = 2.0
@@ -57,8 +65,12 @@ class Layout:
     fp8_layers: bool = False
     nic_cap_Bps: float = math.inf
     channels: int = NCCL_CHANNELS
+    tensors_apart: int = 0
+    balanced_stages: bool = False
 
     def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise UsageError(f"layout: recompute is {self.recompute!r}; one of {', '.join(RECOMPUTE)}")
         for name in ("dp", "tp", "pp", "cp", "ep", "chunks", "micro_batch", "micro_batches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"layout: {name} is {getattr(self, name)}; it must be at least 1")
@@ -116,36 +128,42 @@ def layers_by_chunk(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def pipeline_job(model: Model, layout: Layout, device: Device) -> Job:
-    """A step under data, tensor, context and pipeline parallelism; weight 1 is one layer's forward of one micro batch."""
-    head = model.head_in_layers * (FP8_OVER_BF16 if layout.fp8_layers else 1.0)
-    counts = layers_by_chunk(model.layers, layout.pp * layout.chunks)
-    weights = [
-        [float(counts[chunk * layout.pp + stage]) for chunk in range(layout.chunks)] for stage in range(layout.pp)
-    ]
-    weights[-1][-1] += head
-    group = layout.data_group(device)
-    shard = model.parameters / (layout.tp * layout.pp)
-    per_chunk = shard / layout.chunks
-    gather = reduce = 0.0
-    if group.size > 1:
-        if layout.sharded_optimizer:
-            gather = all_gather_s(device, per_chunk * layout.gathered_bytes, group)
-            reduce = all_gather_s(device, per_chunk * layout.gradient_bytes, group)
-        else:
-            reduce = all_reduce_s(device, per_chunk * layout.gradient_bytes, group)
+def layers_by_cost(layers: int, chunks: int, head: float) -> tuple[int, ...]:
+    """Layers of each chunk when the last also carries `head` layers' worth of work and all are to be equal."""
+    last = max(0, round((layers + head) / chunks - head)) if chunks > 1 else layers
+    each, more = divmod(layers - last, max(1, chunks - 1))
+    return tuple(each + (i < more) for i in range(chunks - 1)) + (last,)
+
+
+def pipeline_job(model: Model, layout: Layout, device: Device, costs: KernelCosts | None = None) -> Job:
+    """A step under data, tensor, context and pipeline parallelism.
+
+    Without `costs`, weight 1 is one layer's forward of one micro batch, to be calibrated; with `costs` the weights are
+    modelled seconds, so that `step_s(1.0)` is a prediction without any calibration.
+    """
+    if costs is None:
+        head = model.head_in_layers * (FP8_OVER_BF16 if layout.fp8_layers else 1.0)
+        forward = _stage_work(model, layout, 1.0, head)
+        backward = _stage_work(model, layout, 3.0 if layout.recompute == "full" else 2.0, 2 * head)
+    else:
+        layer = layer_s(model, device, costs, layout.micro_batch, layout.tp, layout.cp, layout.ep)
+        last = head_s(model, device, costs, layout.micro_batch, layout.tp, layout.cp)
+        again = {"none": 0.0, "selective": layer.attention_s, "full": layer.forward_s}[layout.recompute]
+        forward = _stage_work(model, layout, layer.forward_s, last.forward_s)
+        backward = _stage_work(model, layout, layer.backward_s + again, last.backward_s)
+    gather, reduce = _parameter_traffic_s(model, layout, device)
     return Job(
         pipeline_program(
             Pipeline(
                 stages=layout.pp,
                 chunks=layout.chunks,
                 micro_batches=layout.micro_batches,
-                weights=tuple(tuple(row) for row in weights),
+                forward=forward,
+                backward=backward,
                 send_s=message_s(model, layout, device),
                 gather_s=gather,
                 reduce_s=reduce,
                 end_s=end_of_step_s(model, layout, device),
-                backward_over_forward=3.0 if layout.recompute else 2.0,
                 overlapped=layout.overlapped,
             )
         ).freeze(),
@@ -153,6 +171,30 @@ def pipeline_job(model: Model, layout: Layout, device: Device) -> Job:
         layout.world,
         layout.channels,
     )
+
+
+def _stage_work(model: Model, layout: Layout, layer: float, head: float) -> tuple[tuple[float, ...], ...]:
+    """Work of [stage][chunk] where a layer costs `layer` and the last chunk carries the head."""
+    chunks = layout.pp * layout.chunks
+    counts = layers_by_cost(model.layers, chunks, head / layer) if layout.balanced_stages else None
+    counts = counts or layers_by_chunk(model.layers, chunks)
+    work = [[layer * counts[chunk * layout.pp + stage] for chunk in range(layout.chunks)] for stage in range(layout.pp)]
+    work[-1][-1] += head
+    return tuple(tuple(row) for row in work)
+
+
+def _parameter_traffic_s(model: Model, layout: Layout, device: Device) -> tuple[float, float]:
+    """Seconds of one chunk's parameter gather and of its gradient reduction on the data-parallel group."""
+    group = layout.data_group(device)
+    per_chunk = model.parameters / (layout.tp * layout.pp * layout.chunks)
+    if group.size == 1:
+        return 0.0, 0.0
+    messages = max(1, round(layout.tensors_apart * model.layers / (layout.pp * layout.chunks)))
+    gathered = per_chunk * layout.gathered_bytes / messages
+    reduced = per_chunk * layout.gradient_bytes / messages
+    if not layout.sharded_optimizer:
+        return 0.0, messages * all_reduce_s(device, reduced, group)
+    return messages * all_gather_s(device, gathered, group), messages * all_gather_s(device, reduced, group)
 
 
 def message_s(model: Model, layout: Layout, device: Device) -> float:
@@ -200,7 +242,7 @@ def sharded_job(model: Model, layout: Layout, device: Device, regather: bool = T
         root_gather_s=gather(root),
         root_reduce_s=reduce(root),
         end_s=total / group.size * ADAM_BYTES_PER_PARAMETER / hbm + 2 * all_reduce_s(device, 4, world),
-        forward_share=1 / 4 if layout.recompute else 1 / 3,
+        forward_share=1 / 4 if layout.recompute == "full" else 1 / 3,
         regather=regather,
         accumulation=layout.micro_batches,
     )
@@ -229,5 +271,5 @@ def owned_job(model: Model, layout: Layout, device: Device, owners: int, inside_
     else:
         reduce = (broadcast_s(device, total / owners * layout.gradient_bytes, group),) * owners
         broadcast = owners * broadcast_s(device, total / owners * 2, group)
-    step = OwnedStep(layout.micro_batches, reduce, broadcast, optimizer, 1 / 4 if layout.recompute else 1 / 3)
+    step = OwnedStep(layout.micro_batches, reduce, broadcast, optimizer, 1 / 4 if layout.recompute == "full" else 1 / 3)
     return Job(owned_program(step).freeze(), device, layout.world, layout.channels)

@@ -15,8 +15,7 @@ Operation = tuple[bool, int, int]
 class Pipeline:
     """One training step of a pipeline of `stages` ranks, each with `chunks` model chunks, over `micro_batches`.
 
-    weights               forward work of [stage][chunk] in units of the calibrated compute time
-    backward_over_forward 2, or 3 with full recomputation
+    forward, backward     work of [stage][chunk] for one micro batch, in units of the calibrated compute time
     send_s                one activation or gradient message; in warm-up and flush it also occupies the sender
     gather_s, reduce_s    parameter gather and gradient reduction of one chunk on the data-parallel group
     overlapped            whether those run beside compute (chunk by chunk) or before and after all of it
@@ -26,12 +25,12 @@ class Pipeline:
     stages: int
     chunks: int
     micro_batches: int
-    weights: tuple[tuple[float, ...], ...]
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
     send_s: float = 0.0
     gather_s: float = 0.0
     reduce_s: float = 0.0
     end_s: float = 0.0
-    backward_over_forward: float = 2.0
     overlapped: bool = True
 
     def __post_init__(self) -> None:
@@ -145,7 +144,7 @@ def _add_stage(program: LaneProgram, pipeline: Pipeline, stage: int, numbers: _N
         after = [(numbers.of(*need), lag) for need, lag in _needs(pipeline, stage, operation)]
         if is_forward and micro_batch == 0 and pipeline.gather_s and pipeline.overlapped:
             after.append((base + chunk, 0.0))
-        weight = pipeline.weights[stage][chunk] * (1.0 if is_forward else pipeline.backward_over_forward)
+        weight = (pipeline.forward if is_forward else pipeline.backward)[stage][chunk]
         name = "forward" if is_forward else "backward"
         program.compute(stage, weight, after, f"{name} chunk {chunk} micro batch {micro_batch}")
         if _blocks(pipeline, i, len(operations), warm_up):

@@ -113,10 +113,18 @@ class Scene:
         ]
         track = np.full(n, group, np.int64)
         self._slices(Slices(track, path.start_ns, path.end_ns, path.label, category, names, arguments, flow))
-        track = np.full(
-            n, self._track("What it is", group, 1, description="the kind of each piece, or its gap"), np.int64
-        )
-        self._slices(Slices(track, path.start_ns, path.end_ns, path.what, category, names))
+        self._kind_track(group, path, category, names)
+
+    def _kind_track(self, group: int, path: Path, category: IntArray, names: Sequence[str]) -> None:
+        """The kind of each piece; neighbours of one kind become one slice, so that colours can be read from afar."""
+        begins = np.ones(len(path), np.bool_)
+        begins[1:] = (path.what[1:] != path.what[:-1]) | (path.start_ns[1:] != path.end_ns[:-1])
+        first = rows_where(begins)
+        last = np.append(first[1:], len(path)) - 1
+        track = self._track("What it is", group, 1, description="the kind of work or gap that the path goes through")
+        places = np.full(len(first), track, np.int64)
+        start, end, what = path.start_ns[first], path.end_ns[last], path.what[first]
+        self._slices(Slices(places, start, end, what, category[first], names))
 
     def _step_track(self, group: int, order: int, rows: Rows) -> None:
         """Steps as slices: from the first start to the last end of their nodes; overlapping ones on tracks of their own."""

@@ -30,7 +30,8 @@ _POLICY = (
 )
 _TYPES = {".wasm": "application/wasm", ".js": "text/javascript", ".json": "application/json", ".woff2": "font/woff2"}
 _TRACE_PREFIX = "/trace/"
-_PINNED = "^(Critical path|What it is|Steps)$"
+_PINNED = r"^(Critical path|What it is|Steps( \(\d+\))?)$"
+_EXPANDED = "^rank 0+$"
 
 
 class TraceServer:
@@ -77,6 +78,7 @@ def startup_commands() -> list[dict[str, object]]:
     """What the UI does once the trace is loaded: pin the path, and answer the prepared questions in query tabs."""
     commands: list[dict[str, object]] = [
         {"id": "dev.perfetto.PinTracksByRegex", "args": [_PINNED]},
+        {"id": "dev.perfetto.ExpandTracksByRegex", "args": [_EXPANDED]},
         {"id": "dev.perfetto.RunQuery", "args": [VIEWS]},
     ]
     questions = [f"-- {title}\n{sql}" for title, sql in reversed(PREPARED.items())]

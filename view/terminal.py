@@ -19,8 +19,8 @@ Document = Mapping[str, Any]
 
 PARTS = (
     ("compute_ns", "compute", "green"),
-    ("exposed_comm_ns", "exposed comm", "red"),
-    ("overlapped_comm_ns", "overlapped comm", "blue"),
+    ("exposed_comm_ns", "exposed", "red"),
+    ("overlapped_comm_ns", "overlapped", "blue"),
     ("memory_ns", "copies", "cyan"),
     ("host_ns", "host", "yellow"),
     ("stall_ns", "stall", "magenta"),
@@ -111,25 +111,30 @@ def steps_table(doc: Document) -> RenderableType:
 
 def drawn_parts(part: Document) -> list[tuple[str, str, str, float]]:
     """(key, label, colour, ns) of the parts that add up to `wall_ns`; overlapped communication only where it is one."""
-    with_overlap = sum(part.get(key) or 0 for key, _, _ in PARTS) <= (part.get("wall_ns") or 0)
+    value = {
+        key: part[key] if units.is_number(part.get(key)) else 0 for key in (*(key for key, _, _ in PARTS), "wall_ns")
+    }
+    with_overlap = sum(value[key] for key, _, _ in PARTS) <= value["wall_ns"]
     return [
-        (key, label, colour, part.get(key) or 0)
-        for key, label, colour in PARTS
-        if with_overlap or key != "overlapped_comm_ns"
+        (key, label, colour, value[key]) for key, label, colour in PARTS if with_overlap or key != "overlapped_comm_ns"
     ]
 
 
-def _by_rank(item: tuple[str, Any]) -> tuple[int, str]:
-    return (int(item[0]), "") if str(item[0]).lstrip("-").isdigit() else (2**31, str(item[0]))
+def rank_order(rank: str) -> tuple[int, str]:
+    """Sort key: ranks by number, whatever else they are called behind them."""
+    return (int(rank), "") if rank.lstrip("-").isdecimal() and len(rank) < 12 else (2**62, rank)
 
 
 def breakdown_table(doc: Document, width: int = 26) -> RenderableType:
     """Parts of each rank's wall time as shares and a bar; of many ranks the first and the most exposed are shown."""
-    every = sorted((doc.get("breakdown") or {}).items(), key=_by_rank)
+    every = sorted((doc.get("breakdown") or {}).items(), key=lambda item: rank_order(str(item[0])))
     shown = every
     if len(every) > _MOST_ROWS:
         worst = sorted(every, key=lambda item: -(item[1].get("exposed_comm_ns") or 0))[: _MOST_ROWS // 2]
-        shown = sorted({str(k): (k, v) for k, v in every[: _MOST_ROWS // 2] + worst}.values(), key=_by_rank)
+        shown = sorted(
+            {str(k): (k, v) for k, v in every[: _MOST_ROWS // 2] + worst}.values(),
+            key=lambda item: rank_order(str(item[0])),
+        )
     table = _table("rank", "wall", "comp", "expo", "host", "stall", "idle", "", text_columns=0)
     table.columns[-1].justify = "left"
     legend: dict[str, str] = {}
@@ -145,7 +150,7 @@ def breakdown_table(doc: Document, width: int = 26) -> RenderableType:
     colours = Text("  ")
     for _, label, colour in PARTS:
         if label in legend:
-            colours.append("█ ", style=colour).append(f"{label}  ")
+            colours.append("█ ", style=colour).append(f"{label} ")
     rest = [Text(f"  {len(shown)} of {len(every)} ranks shown")] if len(shown) < len(every) else []
     return Group(_titled("Where time went", table), colours, *rest)
 
@@ -172,7 +177,7 @@ def collectives_table(doc: Document) -> RenderableType:
 def stragglers_table(doc: Document) -> RenderableType:
     table = _table("rank", "caused wait", text_columns=0)
     rows = sorted(doc.get("stragglers") or (), key=lambda s: -(s.get("caused_wait_ns") or 0))
-    for item in rows[:8]:
+    for item in [row for row in rows if row.get("caused_wait_ns")][:8]:
         _row(table, str(item.get("rank", units.MISSING)), units.duration(item.get("caused_wait_ns")))
     return _titled("Who made others wait", table)
 
@@ -181,7 +186,7 @@ def path_table(doc: Document, most: int = 10) -> RenderableType:
     """Shares of the critical path and its longest segments."""
     path = doc.get("critical_path") or {}
     segments = path.get("segments") or ()
-    shares = ", ".join(f"{units.clean(k, 20)} {units.percent(v)}" for k, v in (path.get("share") or {}).items())
+    shares = ", ".join(f"{units.clean(k, 20)} {units.percent(v)}" for k, v in (path.get("share") or {}).items() if v)
     length = path.get("length_ns")
     title = f"Critical path: {units.duration(length)}" + (f" ({shares})" if shares else "")
     table = _table("rank", "lane", "name", "kind", "time", text_columns=4)
@@ -189,8 +194,8 @@ def path_table(doc: Document, most: int = 10) -> RenderableType:
         _row(
             table,
             str(segment.get("rank", units.MISSING)),
-            units.shorten(segment.get("lane") or "", 12),
-            units.shorten(segment.get("name") or "", 34),
+            units.shorten(segment.get("lane") or "", 18),
+            units.shorten(segment.get("name") or "", 30),
             units.shorten(segment.get("kind") or "", 14),
             units.duration(segment.get("dur_ns")),
         )
@@ -281,7 +286,7 @@ def curve_table(doc: Document) -> RenderableType:
             units.percent(_p50(point.get("mfu"))),
             units.percent(_p50(point.get("exposed_comm_fraction"))),
             units.shorten(point.get("dominant") or units.MISSING, 14),
-            units.shorten(_provenance(point.get("provenance")), 14),
+            units.shorten(provenance_text(point.get("provenance")), 14),
         ]
         _row(table, *cells, *([units.shorten(layout_text(point.get("layout")), 24)] * with_layout))
     steps = [_p50(p.get("step_time_s")) for p in points]
@@ -293,7 +298,7 @@ def curve_table(doc: Document) -> RenderableType:
     return Group(*lines, *health_lines(doc))
 
 
-def _provenance(value: Any) -> str:
+def provenance_text(value: Any) -> str:
     """Provenance as one phrase; a mapping names the weakest of its parts."""
     if isinstance(value, Mapping):
         for word in ("extrapolated", "interpolated", "prior", "measured"):

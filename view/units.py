@@ -45,8 +45,8 @@ def seconds(value_s: float | None) -> str:
 
 
 def size(size_bytes: float | None) -> str:
-    """Bytes in binary units: 65536 → "64 KiB"."""
-    return _scaled(size_bytes, _BYTES, "B")
+    """Bytes in binary units: 65536 → "64 KiB"; negative stands for unknown in our tables."""
+    return _scaled(size_bytes if size_bytes is not None and size_bytes >= 0 else None, _BYTES, "B")
 
 
 def rate(rate_Bps: float | None) -> str:
@@ -58,8 +58,10 @@ def percent(fraction: float | None, signed: bool = False) -> str:
     """A fraction as a percentage: 0.0312 → "3.1 %"."""
     if fraction is None or not is_number(fraction):
         return MISSING
-    value = fraction * 100
-    digits = 0 if abs(value) >= 99.95 else 2 if 0 < abs(value) < 1 else 1
+    value = round(fraction * 100, 2)
+    if value == 0:
+        return "0 %"
+    digits = 0 if abs(value) >= 99.95 else 2 if abs(value) < 1 else 1
     return f"{value:+.{digits}f} %" if signed else f"{value:.{digits}f} %"
 
 

@@ -32,7 +32,9 @@ def join(*parts: object) -> Html:
 def tag(name: str, *children: object, **attributes: object) -> Html:
     """An element; attribute names lose a trailing underscore, other underscores become dashes, None is left out."""
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items() if value is not None
+        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
+        for key, value in attributes.items()
+        if value is not None
     )
     return Html(f"<{name}{given}>{join(*children)}</{name}>")
 
@@ -56,10 +58,18 @@ class Table:
     def to_html(self, caption: str, most: int = 200) -> Html:
         """A table that scrolls sideways by itself (and by keyboard), numbers to the right; long ones are cut and say so."""
         shown = self.shown or self.rows
-        numeric = [all(isinstance(row[i], int | float) or row[i] is None for row in self.rows) for i in range(len(self.columns))]
-        head = tag("tr", *(tag("th", c, scope="col", class_="n" if n else None) for c, n in zip(self.columns, numeric, strict=True)))
+        numeric = [
+            all(isinstance(row[i], int | float) or row[i] is None for row in self.rows)
+            for i in range(len(self.columns))
+        ]
+        head = tag(
+            "tr",
+            *(tag("th", c, scope="col", class_="n" if n else None) for c, n in zip(self.columns, numeric, strict=True)),
+        )
         body = (
-            tag("tr", *(tag("td", _cell(cell), class_="n" if n else None) for cell, n in zip(row, numeric, strict=True)))
+            tag(
+                "tr", *(tag("td", _cell(cell), class_="n" if n else None) for cell, n in zip(row, numeric, strict=True))
+            )
             for row in shown[:most]
         )
         note = f" (the first {most} of {len(shown)}; the CSV has all)" if len(shown) > most else ""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scaletrace.view.report.html import Html, escape, join, tag
+from scaletrace.view.report.html import Html, join, tag
 
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 46
@@ -101,26 +101,39 @@ def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> Html:
         parts.append(tag("line", x1=f"{x.start:.1f}", x2=f"{x.end:.1f}", y1=f"{at:.1f}", y2=f"{at:.1f}", class_="grid"))
         parts.append(text(x.start - 6, at + 5, label, "end"))
     for value, label in x.ticks:
-        parts.append(tag("line", x1=f"{x(value):.1f}", x2=f"{x(value):.1f}", y1=f"{bottom:.1f}", y2=f"{bottom + 5:.1f}", class_="axis"))
+        parts.append(
+            tag(
+                "line",
+                x1=f"{x(value):.1f}",
+                x2=f"{x(value):.1f}",
+                y1=f"{bottom:.1f}",
+                y2=f"{bottom + 5:.1f}",
+                class_="axis",
+            )
+        )
         parts.append(text(x(value), bottom + 20, label, "middle"))
-    parts.append(tag("line", x1=f"{x.start:.1f}", x2=f"{x.end:.1f}", y1=f"{bottom:.1f}", y2=f"{bottom:.1f}", class_="axis"))
+    parts.append(
+        tag("line", x1=f"{x.start:.1f}", x2=f"{x.end:.1f}", y1=f"{bottom:.1f}", y2=f"{bottom:.1f}", class_="axis")
+    )
     parts.append(text((x.start + x.end) / 2, bottom + 40, x_label, "middle"))
     parts.append(text(4, 16, y_label))
     return join(*parts)
 
 
 def legend(entries: Sequence[tuple[int, str]], y: float, width: float = WIDTH) -> tuple[Html, float]:
-    """Coloured squares with names, wrapped to the width. Returns the drawing and the height that it took."""
+    """Coloured squares with names, wrapped to the width (as wide as a phone's larger letters need). Returns the drawing and the height that it took."""
     parts: list[Html] = []
     x, row = 8.0, 0
     for colour, name in entries:
-        size = 26 + 7.4 * len(name)
+        size = 28 + 8.8 * len(name)
         if x + size > width and x > 8:
             x, row = 8.0, row + 1
-        parts.append(tag("rect", x=f"{x:.1f}", y=f"{y + 20 * row - 10:.1f}", width="11", height="11", class_=f"f{colour}"))
-        parts.append(text(x + 16, y + 20 * row, name))
+        parts.append(
+            tag("rect", x=f"{x:.1f}", y=f"{y + 22 * row - 10:.1f}", width="11", height="11", class_=f"f{colour}")
+        )
+        parts.append(text(x + 16, y + 22 * row, name))
         x += size
-    return join(*parts), 20.0 * (row + 1)
+    return join(*parts), 22.0 * (row + 1)
 
 
 def svg(*parts: object, about: str, height: float = HEIGHT, width: float = WIDTH) -> Html:
@@ -148,4 +161,18 @@ def standalone(plot: Html, scale: float = 2.0) -> str:
     return f'{head} width="{width:.0f}" height="{height:.0f}"><style>{plain}</style>{background}{rest}\n'
 
 
-__all__ = ["Html", "Scale", "axes", "band", "escape", "legend", "line", "log_ticks", "nice_ticks", "point", "rect", "standalone", "svg", "text"]
+__all__ = [
+    "Html",
+    "Scale",
+    "axes",
+    "band",
+    "legend",
+    "line",
+    "log_ticks",
+    "nice_ticks",
+    "point",
+    "rect",
+    "standalone",
+    "svg",
+    "text",
+]

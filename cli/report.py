@@ -1,0 +1,79 @@
+"""Turns `scaletrace report` into one HTML page (and plot files) from answers on disk, or from captures it replays first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from scaletrace.cli.common import document, err, exit_codes, out, print_json
+from scaletrace.errors import InputError, UsageError
+
+
+def report(
+    paths: Annotated[list[str], typer.Argument(help="JSON answers (--json of any command, curve.json), or captures.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "",
+    plots: Annotated[Path | None, typer.Option(help="Write every plot into this folder too.")] = None,
+    formats: Annotated[str, typer.Option("--format", help="Plot files as svg, png or svg,png.")] = "svg",
+    as_json: Annotated[bool, typer.Option("--json", help="Say what was written as one JSON document.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Write the files, print nothing.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Write one self-contained HTML page: curve, breakdown, collectives, stragglers, critical path, provenance.
+
+    Example: scaletrace report runs/8gpu curve.json -o report.html --plots figures --format svg,png
+    """
+    with exit_codes(debug):
+        from scaletrace.view.report import write_plots, write_report
+
+        answers = [read_answer(path) for path in paths]
+        try:
+            page = write_report(output, *answers, title=title)
+            kinds = [kind.strip() for kind in formats.split(",") if kind.strip()]
+            files = write_plots(plots, *answers, formats=kinds) if plots is not None else []
+        except OSError as error:
+            raise InputError(f"{error.filename}: can't be written ({error.strerror})") from error
+        if as_json:
+            parts = {
+                "output": str(page.path),
+                "sections": page.sections,
+                "plots": page.plots,
+                "files": [str(f) for f in files],
+            }
+            print_json(document("scaletrace.report/1", ", ".join(paths), {}, **parts, size_bytes=page.size_bytes))
+        elif not quiet:
+            out.print(f"{page.path}: {page.sections} sections, {page.plots} plots", markup=False, soft_wrap=True)
+            if files:
+                err.print(f"{len(files)} plot files in {plots}", markup=False)
+
+
+def read_answer(path: str) -> dict[str, Any]:
+    """The JSON answer in a file; a capture is replayed to get one."""
+    answer = _json_answer(Path(path))
+    if answer is not None:
+        return answer
+    from scaletrace.parse.load import load
+    from scaletrace.replay.result import replay_job
+
+    result = replay_job(load(path))
+    return document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
+
+
+def _json_answer(file: Path) -> dict[str, Any] | None:
+    """An answer of ours, or None where the file is none (a trace, a folder, a URL)."""
+    if not file.is_file() or file.suffix != ".json":
+        return None
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        if "scaletrace." not in stream.read(4096):
+            return None
+        stream.seek(0)
+        try:
+            answer = json.load(stream)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{file}: not a whole JSON document ({error}); write it again with --json") from error
+    if not isinstance(answer, dict) or not str(answer.get("schema", "")).startswith("scaletrace."):
+        raise UsageError(f"{file}: no answer of scaletrace; give what a command printed with --json, or a capture")
+    return answer

@@ -1,0 +1,70 @@
+"""`scaletrace view`: the address of a Perfetto UI on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from scaletrace.cli.view import view
+from scaletrace.errors import MissingExtraError
+from scaletrace.view import serve
+from scaletrace.view.webui import web_folder
+
+app = typer.Typer()
+app.command()(view)
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trace, and a server that is interrupted at once."""
+    try:
+        web_folder()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve.TraceServer, "serve", interrupt)
+    file = tmp_path / "t.pftrace"
+    file.write_bytes(b"x")
+    return file
+
+
+def test_the_address_is_printed_and_ctrl_c_ends_quietly(trace: Path) -> None:
+    """The address is on stdout, a remark on stderr, and an interrupt is no error."""
+    result = RUNNER.invoke(app, [str(trace), "--no-browser"])
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith("http://127.0.0.1:")
+    assert "this machine only" in result.stderr
+
+
+def test_json_gives_the_address_alone(trace: Path) -> None:
+    """One document on stdout, for programs that open the page themselves."""
+    answer = json.loads(RUNNER.invoke(app, [str(trace), "--no-browser", "--json", "--quiet"]).stdout)
+
+    assert answer["schema"] == "scaletrace.view/1"
+    assert f"http://127.0.0.1:{answer['port']}/#!/?url=" in answer["url"]
+
+
+def test_the_browser_is_opened_on_the_trace(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --no-browser the default browser gets the same address."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url))
+    result = RUNNER.invoke(app, [str(trace)])
+
+    assert opened == [result.stdout.strip()]
+
+
+def test_a_missing_file_is_exit_code_1(tmp_path: Path) -> None:
+    """The message names the file and the remedy."""
+    result = RUNNER.invoke(app, [str(tmp_path / "none.pftrace"), "--no-browser"])
+
+    assert result.exit_code == 1
+    assert "scaletrace replay" in result.output

@@ -1,0 +1,226 @@
+"""Turns JSON answers into the sections of a report: which plots, tables and sentences each answer gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scaletrace.view import terminal, units
+from scaletrace.view.report import curve, replay
+from scaletrace.view.report.chart import Plot
+from scaletrace.view.report.collectives import collectives
+from scaletrace.view.report.html import Cell, Html, Table, csv_link, join, tag
+from scaletrace.view.report.limits import utilization
+from scaletrace.view.report.read import Document, mapping, num, rows, schema_of
+
+Draw = Callable[[Document], Plot | None]
+
+_TITLES = {
+    "replay": "Replay",
+    "whatif": "What if",
+    "diff": "Two runs compared",
+    "extrapolate": "Scaling",
+    "search": "Layouts",
+    "inspect": "What was recorded",
+    "limits": "Limits of training",
+}
+_PLOTS: tuple[Draw, ...] = (
+    curve.curve,
+    curve.throughput,
+    curve.exposed_by_axis,
+    curve.memory,
+    replay.breakdown,
+    replay.axis_bars,
+    replay.stragglers,
+    replay.path_strip,
+    collectives,
+    utilization,
+)
+"""All plots; each draws what an answer has and is left out where it has nothing to draw."""
+_FRAME = ("schema", "scaletrace_version", "input", "health")
+_DRAWN = ("points", "breakdown", "collectives", "stragglers", "critical_path", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page: an id to jump to, a title, a sentence for the top of the page, and what it shows."""
+
+    id: str
+    title: str
+    headline: str
+    plots: Sequence[Plot] = ()
+    before: Sequence[Html] = field(default_factory=tuple)
+    after: Sequence[Html] = field(default_factory=tuple)
+
+
+def sections_of(documents: Sequence[Document]) -> list[Section]:
+    """One section an answer, scaling first, then one on where everything comes from."""
+    order = list(_TITLES)
+    ranked = sorted(documents, key=lambda d: _order(schema_of(d), ["extrapolate", "search", "replay", *order]))
+    seen: Counter[str] = Counter()
+    out = []
+    for doc in ranked:
+        kind = schema_of(doc) or "answer"
+        seen[kind] += 1
+        out.append(_section(doc, kind, seen[kind]))
+    return [*out, _origins(ranked)]
+
+
+def _order(kind: str, order: Sequence[str]) -> int:
+    return order.index(kind) if kind in order else len(order)
+
+
+def _section(doc: Document, kind: str, number: int) -> Section:
+    title = _TITLES.get(kind, units.clean(kind, 40))
+    source = units.clean(doc.get("input") or "", 120)
+    plots = [plot for draw in _PLOTS if (plot := draw(doc)) is not None]
+    before = [tag("p", f"from {source}", class_="soft")] if source else []
+    if rows(doc.get("steps")):
+        before.append(_steps(doc))
+    after = [_facts(doc), *_tables(doc), *_health(doc)]
+    name = "".join(c for c in kind if c.isascii() and c.isalnum()) or "answer"
+    return Section(
+        f"{name}-{number}", title if number == 1 else f"{title} {number}", _headline(doc, kind), plots, before, after
+    )
+
+
+def _headline(doc: Document, kind: str) -> str:
+    if kind == "replay":
+        return terminal.replay_headline(doc)
+    if kind == "extrapolate":
+        return terminal.curve_headline(doc)
+    return str(doc.get("headline") or "")
+
+
+def _steps(doc: Document) -> Html:
+    """Measured against replayed, step by step."""
+    keys = ("measured_ns", "replayed_ns", "error")
+    raw: list[list[Cell]] = [[_plain(s.get("step")), *(num(s.get(k)) for k in keys)] for s in rows(doc.get("steps"))]
+    shown = [
+        [
+            row[0],
+            units.duration(_number(row[1])),
+            units.duration(_number(row[2])),
+            units.percent(_number(row[3]), signed=True),
+        ]
+        for row in raw
+    ]
+    table = Table(["step", "measured", "replayed", "error"], raw, shown)
+    return join(table.to_html("Steps, measured and replayed"), csv_link(table, "steps.csv"))
+
+
+def _number(value: Cell) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _plain(value: Any) -> Cell:
+    return value if value is None or units.is_number(value) else units.clean(value, 400)
+
+
+def shown_value(key: str, value: Any) -> str:
+    """A value as its key's suffix says: _ns, _s, _bytes, _Bps, _fraction, _error."""
+    number = num(value)
+    if number is None or isinstance(value, str):
+        return units.MISSING if value is None else units.clean(value, 400)
+    for suffix, show in (("_ns", units.duration), ("_s", units.seconds), ("bytes", units.size), ("_Bps", units.rate)):
+        if key.endswith(suffix):
+            return show(number)
+    if key.endswith(("_fraction", "_error", "_share", "error", "mfu")):
+        return units.percent(number)
+    return units.number(number)
+
+
+def _facts(doc: Document) -> Html:
+    """The plain values of an answer (and of its small groups of values), by name."""
+    found: list[Html] = []
+    for key, value in doc.items():
+        if key in _FRAME or key in _DRAWN or key == "headline":
+            continue
+        if isinstance(value, Mapping) and not any(isinstance(v, Mapping | list) for v in value.values()):
+            text = ", ".join(f"{units.clean(k, 60)} {shown_value(str(k), v)}" for k, v in list(value.items())[:40])
+        elif isinstance(value, list) and not rows(value):
+            text = ", ".join(shown_value(str(key), v) for v in value[:40])
+        elif isinstance(value, Mapping | list):
+            continue
+        else:
+            text = shown_value(str(key), value)
+        if text:
+            found += [tag("dt", str(key).replace("_", " ")), tag("dd", text)]
+    return tag("dl", *found) if found else Html("")
+
+
+def _tables(doc: Document) -> list[Html]:
+    """Lists of records that no plot shows, and the best layouts, as tables."""
+    out = []
+    best = mapping(doc.get("best_layout_by_gpus"))
+    if best:
+        layouts: list[list[Cell]] = [[units.clean(k, 20), terminal.layout_text(v)] for k, v in best.items()]
+        out.append(Table(["GPUs", "fastest layout"], layouts).to_html("Fastest layout by size"))
+    for key, value in doc.items():
+        records = rows(value)
+        if not records or key in _DRAWN or key in _FRAME or (key == "curve" and schema_of(doc) == "limits"):
+            continue
+        columns = list(dict.fromkeys(str(c) for record in records for c in record))[:14]
+        raw: list[list[Cell]] = [[_plain_nested(record.get(c)) for c in columns] for record in records]
+        shown = [
+            [
+                shown_value(c, v) if not isinstance(v, Mapping | list) else _plain_nested(v)
+                for c in columns
+                for v in (record.get(c),)
+            ]
+            for record in records
+        ]
+        table = Table(columns, raw, shown)
+        name = "".join(c if c.isalnum() else "-" for c in str(key))[:40]
+        out.append(join(table.to_html(str(key).replace("_", " ")), csv_link(table, f"{name}.csv")))
+    return out
+
+
+def _plain_nested(value: Any) -> Cell:
+    """Nested values in one cell, as text."""
+    if isinstance(value, Mapping):
+        middle = num(value)
+        return middle if middle is not None else units.clean(", ".join(f"{k}={v}" for k, v in value.items()), 200)
+    return units.clean(", ".join(str(v) for v in value), 200) if isinstance(value, list) else _plain(value)
+
+
+def _health(doc: Document) -> list[Html]:
+    """What was repaired, clipped, dropped, guessed or unmatched."""
+    lines = [line.plain for line in terminal.health_lines(doc)]
+    if not lines:
+        return []
+    listed = tag("ul", *(tag("li", line) for line in lines))
+    return [
+        tag(
+            "details", tag("summary", f"Health: {len(lines)} remarks on this answer"), tag("div", listed, class_="warn")
+        )
+    ]
+
+
+def _origins(documents: Sequence[Document]) -> Section:
+    """Which answer came from which input and version, and how many of its numbers were measured."""
+    raw: list[list[Cell]] = []
+    for doc in documents:
+        health = mapping(doc.get("health"))
+        counts = [
+            sum(int(num(n) or 0) for n in mapping(health.get(k)).values())
+            for k in ("repaired", "dropped", "guessed", "unmatched")
+        ]
+        known = [terminal.provenance_text(p.get("provenance")) for p in rows(doc.get("points"))]
+        origin = ", ".join(f"{n} {word}" for word, n in Counter(known).most_common())
+        texts: list[Cell] = [units.clean(doc.get(k) or "", 200) for k in ("schema", "input", "scaletrace_version")]
+        raw.append([*texts, *counts, origin or ("measured and replayed" if schema_of(doc) == "replay" else "")])
+    columns = ["answer", "input", "version", "repaired", "dropped", "guessed", "unmatched", "points"]
+    about = (
+        "Measured numbers come from the trace; interpolated and extrapolated ones from models that were fitted to it."
+    )
+    return Section(
+        "origins",
+        "Provenance and health",
+        "",
+        (),
+        [tag("p", about, class_="soft")],
+        [Table(columns, raw).to_html("Where the numbers come from")],
+    )

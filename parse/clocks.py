@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.errors import AlignmentError
-from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.job import Clock
 
 FloatArray = npt.NDArray[np.float64]
@@ -318,7 +318,7 @@ def _clocks(
     return out
 
 
-def apply(clocks: Mapping[int, Clock], rank: IntArray, time_ns: IntArray) -> IntArray:
+def apply(clocks: Mapping[int, Clock], rank: Int32Array | IntArray, time_ns: IntArray) -> IntArray:
     """Times of members (rank number and time on that rank's clock) on the job's clock, int64."""
     out = time_ns.copy()
     for number, clock in clocks.items():
@@ -327,7 +327,7 @@ def apply(clocks: Mapping[int, Clock], rank: IntArray, time_ns: IntArray) -> Int
     return out
 
 
-def comparable(clocks: Mapping[int, Clock], rank: IntArray) -> BoolArray:
+def comparable(clocks: Mapping[int, Clock], rank: Int32Array | IntArray) -> BoolArray:
     """Whether each member's rank has a clock that can be compared with others."""
     bad = [number for number, clock in clocks.items() if clock.source == "unaligned"]
     return ~np.isin(rank, bad)

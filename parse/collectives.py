@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from scaletrace.parse.events import ByteArray, Int32Array, IntArray
+from scaletrace.parse.events import BoolArray, ByteArray, Int32Array, IntArray
 from scaletrace.parse.groups import Groups, Use
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, RankTrace
@@ -78,7 +79,7 @@ def join(members: Sequence[Members], health: Health) -> Table:
     """One table, sorted by (rank, issue), with groups and kinds filled in from the rest of their stream."""
     for one in members:
         _fill_from_stream(one, health)
-    columns = {
+    columns: dict[str, Any] = {
         name: np.concatenate([getattr(one, name) for one in members]) if members else np.zeros(0, np.int64)
         for name in Members.__slots__
         if name != "rank"
@@ -139,7 +140,7 @@ def _fill_sequence_numbers(table: Table, health: Health) -> None:
             health.guessed["sequence numbers continued from their neighbours"] += len(rows) - len(known)
 
 
-def _by_seq(table: Table, usable: np.ndarray) -> int:  # type: ignore[type-arg]
+def _by_seq(table: Table, usable: BoolArray) -> int:
     rows = np.flatnonzero(usable & (table.seq >= 0) & (table.group >= 0))
     if not len(rows):
         return 0
@@ -173,14 +174,14 @@ def _sequence(table: Table, rows: IntArray) -> Sequence_:
     )
 
 
-def _by_order(table: Table, usable: np.ndarray, next_id: int, health: Health) -> int:  # type: ignore[type-arg]
+def _by_order(table: Table, usable: BoolArray, next_id: int, health: Health) -> int:
     for group in np.unique(table.group[usable]).tolist():
         rows = np.flatnonzero(usable & (table.group == group))
         next_id = _lay_over(table, rows, next_id, ORDER, health)
     return next_id
 
 
-def _by_names(table: Table, usable: np.ndarray, ranks: Sequence[int], next_id: int, health: Health) -> int:  # type: ignore[type-arg]
+def _by_names(table: Table, usable: BoolArray, ranks: Sequence[int], next_id: int, health: Health) -> int:
     """All ranks, stream by stream where they use the same ones, since streams run independently of each other."""
     for is_custom in (False, True):
         rows = np.flatnonzero(usable & ((table.kind == KIND["custom"]) == is_custom))

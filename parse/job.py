@@ -154,7 +154,7 @@ class Clock:
         if self.drift_ppm == 0.0:
             return own_ns - self.offset_ns
         moved = np.rint((own_ns - self.origin_ns) * (self.drift_ppm / 1e6)).astype(np.int64)
-        return own_ns - self.offset_ns - moved
+        return np.asarray(own_ns - self.offset_ns - moved, np.int64)
 
 
 @dataclass(frozen=True, slots=True)

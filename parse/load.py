@@ -7,22 +7,25 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from scaletrace.errors import InputError, ScaletraceError
+from scaletrace.errors import InputError
 from scaletrace.parse import clocks as clock_tools
 from scaletrace.parse import waits
 from scaletrace.parse.collectives import Table, join, match, members_of, rung_of, uses
-from scaletrace.parse.events import TIME_UNKNOWN
+from scaletrace.parse.completeness import check_completeness
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, IntArray
 from scaletrace.parse.groups import Groups, build_groups, name_axes, override_axes, said_by
 from scaletrace.parse.health import Health
-from scaletrace.parse.job import KINDS, SYNCHRONISING, Collectives, Group, Job, RankTrace
-from scaletrace.parse.manifest import bounds_in
+from scaletrace.parse.job import SYNCHRONISING, Collectives, Group, Job, RankTrace
+from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from scaletrace.parse.match_pairs import pair_messages
 from scaletrace.parse.members import KIND, P2P
-from scaletrace.parse.ranks import Capture, Found, choose, discover
+from scaletrace.parse.peek import Found, rank_value
+from scaletrace.parse.ranks import SEVERAL_HEADERS, Capture, choose, discover, rank_in_events
 from scaletrace.parse.reader import TraceFile, read_file
 from scaletrace.parse.sidecar import sidecars_by_rank
 from scaletrace.parse.steps import find_steps
@@ -85,26 +88,23 @@ def _ranks(
     chosen: Capture, files: Sequence[TraceFile], health: Health, step_annotation: str | None
 ) -> tuple[RankTrace, ...]:
     """One RankTrace a file, sorted by rank; a file without a rank is rank 0 of 1 if it is alone."""
-    numbers: list[tuple[int, str]] = []
-    for found, file in zip(chosen.files, files, strict=True):
-        numbers.append(_rank_of(found, file, len(files)))
-    if len({rank for rank, _ in numbers}) != len(numbers):
-        shown = ", ".join(f"{found.path.name}: {rank}" for found, (rank, _) in zip(chosen.files, numbers, strict=True))
+    said = [_rank_of(found, file, len(files)) for found, file in zip(chosen.files, files, strict=True)]
+    numbers = [rank for rank, _, _ in said]
+    if len(set(numbers)) != len(numbers):
+        shown = ", ".join(f"{found.path.name}: {rank}" for found, rank in zip(chosen.files, numbers, strict=True))
         raise InputError(f"{chosen.name}: two files hold the same rank ({shown}); name the rank with --rank-regex")
-    for rule in sorted({rule for _, rule in numbers if rule != "distributedInfo"}):
-        health.guessed["ranks not stated in the trace"] += sum(r == rule for _, r in numbers)
-        health.note(f"ranks {sorted(rank for rank, r in numbers if r == rule)} found by: {rule}")
+    for rule in sorted({rule for _, rule, _ in said if rule != "distributedInfo"}):
+        health.guessed["ranks not stated in the header"] += sum(r == rule for _, r, _ in said)
+        health.note(f"ranks {sorted(rank for rank, r, _ in said if r == rule)} found by: {rule}")
     sidecars = sidecars_by_rank(chosen.sidecars, health)
     traces = []
-    for found, file, (rank, rule) in zip(chosen.files, files, numbers, strict=True):
-        info = file.header.get("distributedInfo")
-        world = info.get("world_size") if isinstance(info, Mapping) else None
+    for found, file, (rank, rule, world) in zip(chosen.files, files, said, strict=True):
         steps = find_steps(file.events, file.health, step_annotation)
         host = file.header.get("host_name")
         traces.append(
             RankTrace(
                 rank,
-                world if isinstance(world, int) else found.world_size,
+                world or None,
                 file.events,
                 file.source,
                 file.header,
@@ -118,15 +118,22 @@ def _ranks(
     return tuple(sorted(traces, key=lambda trace: trace.rank))
 
 
-def _rank_of(found: Found, file: TraceFile, count: int) -> tuple[int, str]:
-    if found.rank is not None:
-        return found.rank, found.rank_rule
+def _rank_of(found: Found, file: TraceFile, count: int) -> tuple[int, str, int]:
+    """(rank, rule, world size or 0): what the caller said, then the header, then the records, then the name."""
     info = file.header.get("distributedInfo")
-    if isinstance(info, Mapping) and isinstance(info.get("rank"), int):
-        return int(info["rank"]), "distributedInfo"
+    stated = info if isinstance(info, Mapping) else {}
+    world = rank_value(stated.get("world_size")) or found.world_size or 0
+    if found.rank is not None and found.rank_rule in ("--rank-regex", "distributedInfo", SEVERAL_HEADERS):
+        return found.rank, found.rank_rule, world
+    if (rank := rank_value(stated.get("rank"))) is not None:
+        return rank, "distributedInfo", world
+    if (recorded := rank_in_events(file.events)) is not None:
+        return recorded[0], "Rank of a collective without a root", world or recorded[1]
+    if found.rank is not None:
+        return found.rank, found.rank_rule, world
     if count == 1:
-        return 0, "default (no rank in the file)"
-    raise InputError(f"{found.path}: no rank in the file or its name; name it with --rank-regex")
+        return 0, "default, no rank in the file", world
+    raise InputError(f"{found.path}: no rank in the file or its name; name it with --rank-regex '…(\\d+)…'")
 
 
 def assemble(
@@ -135,21 +142,27 @@ def assemble(
     *,
     strict: bool = False,
     patterns: Sequence[str] = (),
-    manifest: Mapping[str, Any] | None = None,
+    manifest: Mapping[str, Any] = MappingProxyType({}),
 ) -> Job:
     """A Job from the traces of its ranks: groups, collectives, clocks, waits. Nothing is read from disk."""
     ranks = [trace.rank for trace in traces]
-    world = max([trace.world_size or 0 for trace in traces] + [max(ranks, default=0) + 1])
     for trace in traces:
         health.add(trace.health)
-    groups = build_groups({trace.rank: said_by(trace, health) for trace in traces}, world, health)
+    said = {trace.rank: said_by(trace, health) for trace in traces}
+    members = [rank for group in said.values() for one in group for rank in one.members]
+    for rank in ranks:
+        said[rank] += [group for group in groups_in(manifest) if rank in group.members]
+    expected = expected_ranks(manifest)
+    world = max([trace.world_size or 0 for trace in traces] + [rank + 1 for rank in (*ranks, *members, *expected)])
+    traces = check_completeness(traces, expected or tuple(range(world)), health)
+    groups = build_groups(said, world, health)
     table = join([members_of(trace, groups, health, patterns) for trace in traces], health)
     match(table, groups, ranks, health)
     aligned = clock_tools.align(
         _synchronising(table, traces),
         ranks,
-        [trace.host for trace in traces],
-        bounds_in(manifest or {}, ranks),
+        [hosts_in(manifest).get(trace.rank, trace.host) for trace in traces],
+        bounds_in(manifest, ranks),
         strict,
         max((_window_ns(trace) for trace in traces), default=0),
     )
@@ -166,7 +179,7 @@ def assemble(
         collectives,
         aligned.clocks,
         health,
-        manifest=manifest or {},
+        manifest=manifest,
         residual_ns=aligned.residual_ns,
     )
 
@@ -229,7 +242,7 @@ def _collectives(
         start[order],
         end[order],
         comparable,
-        alone,
+        alone | ~matched,
     )
     unmatched = int(np.sum(~matched))
     if unmatched:
@@ -253,12 +266,12 @@ def _collectives(
 
 def _full(
     table: Table,
-    order: np.ndarray,  # type: ignore[type-arg]
-    first: np.ndarray,  # type: ignore[type-arg]
-    size: np.ndarray,  # type: ignore[type-arg]
+    order: IntArray,
+    first: IntArray,
+    size: IntArray,
     groups: Sequence[Group],
     ranks: Sequence[int],
-) -> np.ndarray:  # type: ignore[type-arg]
+) -> BoolArray:
     """For each instance whether all members that are present in the job are in it."""
     present = set(ranks)
     expected = np.array([len(present.intersection(group.members)) for group in groups] + [len(ranks)], np.int64)
@@ -267,19 +280,11 @@ def _full(
     p2p = np.isin(table.kind[lead], list(P2P))
     peers = np.isin(table.peer[lead], list(present))
     need = np.where(p2p, np.where(peers, 2, 1), need)
-    return size >= need
+    return np.asarray(size >= need, np.bool_)
 
 
-def _single(table: Table, order: np.ndarray, groups: Sequence[Group], count: int) -> np.ndarray:  # type: ignore[type-arg]
+def _single(table: Table, order: IntArray, groups: Sequence[Group], count: int) -> BoolArray:
     """Members whose group holds nobody else."""
     sizes = np.array([group.size for group in groups] + [count], np.int64)
     lone = sizes[np.where(table.group[order] >= 0, table.group[order], len(groups))] == 1
-    return lone & ~np.isin(table.kind[order], list(P2P))
-
-
-def load_all(sources: Sequence[str | Path], **options: Any) -> list[Job]:
-    """Load several jobs; an input that can't be used raises as in `load`."""
-    return [load(source, **options) for source in sources]
-
-
-__all__ = ["KINDS", "ScaletraceError", "assemble", "load"]
+    return np.asarray(lone, np.bool_) & ~np.isin(table.kind[order], list(P2P))

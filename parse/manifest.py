@@ -1,20 +1,56 @@
-"""Turns a capture's manifest into what the job needs of it: which ranks were expected, and measured clock bounds."""
+"""Turns a capture's manifest into what the job needs of it: expected ranks, groups, shared clocks and measured bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from scaletrace.parse.clocks import Bound
+from scaletrace.parse.groups import Said
 
 
 def expected_ranks(manifest: Mapping[str, Any]) -> tuple[int, ...]:
     """Ranks that should be there, written as a list or a count; () where the manifest does not say."""
     ranks = manifest.get("ranks")
     value = ranks.get("expected") if isinstance(ranks, Mapping) else manifest.get("world_size")
-    if isinstance(value, int) and not isinstance(value, bool):
+    if _is_int(value):
         return tuple(range(value))
-    return tuple(r for r in value if isinstance(r, int)) if isinstance(value, list) else ()
+    return tuple(_ints(value))
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ints(value: Any) -> list[int]:
+    return [one for one in value if _is_int(one)] if isinstance(value, list) else []
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
+def hosts_in(manifest: Mapping[str, Any]) -> dict[int, str]:
+    """What names the clock of each rank: the boot id of its host (equal ids share a clock), else the host's name."""
+    out: dict[int, str] = {}
+    for host in _mappings(manifest.get("hosts")):
+        identity = host.get("boot_id") or host.get("name")
+        if isinstance(identity, str):
+            out.update(dict.fromkeys(_ints(host.get("ranks")), identity))
+    return out
+
+
+def groups_in(manifest: Mapping[str, Any]) -> list[Said]:
+    """All process groups of the job as the collector saw them."""
+    out: list[Said] = []
+    for group in _mappings(manifest.get("groups")):
+        start, stride, size = (group.get(key) for key in ("start", "stride", "size"))
+        members = tuple(_ints(group.get("ranks")))
+        if not members and _is_int(start) and _is_int(stride) and _is_int(size):
+            members = tuple(start + stride * k for k in range(size))
+        if members:
+            out.append(Said(str(group.get("name", "")), str(group.get("description", "")), members))
+    return out
 
 
 def bounds_in(manifest: Mapping[str, Any], ranks: Sequence[int]) -> tuple[Bound, ...]:
@@ -24,11 +60,11 @@ def bounds_in(manifest: Mapping[str, Any], ranks: Sequence[int]) -> tuple[Bound,
     a `rank` beside it or above it, or through a key that is the rank's number.
     """
     index = {rank: i for i, rank in enumerate(ranks)}
-    probes = [(rank, low, high) for rank, low, high in _probes(manifest, None) if rank in index]
+    probes = [(rank, low, high) for rank, low, high in _probes(manifest.get("clocks"), None) if rank in index]
     probed = {rank for rank, _, _ in probes}
     reference = next((rank for rank in ranks if rank not in probed), None)
     if reference is None and probes:
-        # everyone measured against a clock outside of the job, so intervals subtract
+        # the reference clock is of no rank that is present, so intervals subtract
         first = min(probed)
         lows = max(low for rank, low, _ in probes if rank == first)
         highs = min(high for rank, _, high in probes if rank == first)

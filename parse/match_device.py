@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scaletrace.parse.cats import KERNEL_CATS
 from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, Events, IntArray
 from scaletrace.parse.groups import Groups, restore_members
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, RankTrace
+from scaletrace.parse.kernels import classify, default_rules
+from scaletrace.parse.links import launch_of
 from scaletrace.parse.members import (
     KIND,
     P2P,
@@ -29,19 +32,7 @@ from scaletrace.parse.members import (
     type_bytes,
 )
 
-KERNEL_CATS = ("kernel", "Kernel")
-RUNTIME_CATS = ("cuda_runtime", "cuda_driver", "Runtime", "xpu_runtime", "privateuse1_runtime", "mtia_runtime")
-LIBRARY = re.compile(r"nccl|rccl", re.IGNORECASE)
-CUSTOM_PATTERNS = (
-    r"deep_?ep::.*(dispatch|combine)",
-    r"cross_device_reduce",
-    r"nvshmem",
-    r"all_?reduce_?(one|two)_?shot|(one|two)_?shot_?all_?reduce",
-    r"multimem_(all_reduce|all_gather|one_shot|two_shot)",
-    r"quick_?reduce",
-    r"mori::.*(dispatch|combine)",
-)
-"""Kernels of other libraries that move data between ranks; `load(patterns=…)` adds to them."""
+LIBRARY = "communication/nccl"
 _NO_COLLECTIVE = ("wait", "init", "end", "start")
 _NAME_TYPE = re.compile(r"_(f16|f32|f64|bf16|u8|u32|u64|i8|i32|i64|half|float|double)(_|\(|$)")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -94,7 +85,7 @@ def device_members(trace: RankTrace, groups: Groups, health: Health, patterns: S
     if not len(rows):
         return None
     records = _records(events)
-    launches = _launches(events, rows)
+    launches = launch_of(events)[rows]
     record, batches = _link(events, rows, records, launches, custom)
     call = np.where(custom, -1, _calls(events, launches))
     if lost := int(np.sum((record < 0) & ~custom)):
@@ -142,16 +133,20 @@ def _base_name(name: str) -> str:
 def communication_kernels(events: Events, patterns: Sequence[str] = ()) -> tuple[IntArray, BoolArray]:
     """(rows of the kernels that communicate, whether each is of another library than NCCL and RCCL), by start.
 
-    A kernel counts through its metadata, its name, or a pattern; those without a usable time are left out.
+    A kernel counts through its metadata, its class (kernels.yaml) or a pattern; those without a usable time are left out.
     """
-    custom = [re.compile(pattern, re.IGNORECASE) for pattern in (*CUSTOM_PATTERNS, *patterns)]
+    rules = default_rules()
+    mine = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
     is_kernel = events.in_cats(*KERNEL_CATS) & (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN)
-    by_library, by_pattern = [], []
-    for code in np.unique(events.name[is_kernel]).tolist():
-        if LIBRARY.search(events.strings[code]):
-            by_library.append(code)
-        elif any(pattern.search(events.strings[code]) for pattern in custom):
-            by_pattern.append(code)
+    names = np.unique(events.name[is_kernel])
+    classes = [rules.labels[code] for code in classify([events.strings[n] for n in names.tolist()], rules).tolist()]
+    by_library = [n for n, label in zip(names.tolist(), classes, strict=True) if label == LIBRARY]
+    by_pattern = [
+        n
+        for n, label in zip(names.tolist(), classes, strict=True)
+        if label != LIBRARY
+        and (label.startswith("communication") or any(pattern.search(events.strings[n]) for pattern in mine))
+    ]
     described = events.texts("Collective name") != MISSING
     is_custom = np.isin(events.name, by_pattern) & ~described
     rows = np.flatnonzero(is_kernel & (np.isin(events.name, by_library) | is_custom | described))
@@ -175,20 +170,6 @@ def _records(events: Events) -> _Records:
         mine = (lane == lane[b]) & (kinds == KIND["all_reduce"])
         inner |= mine & (((start >= start[b]) & (end <= end[b])) | ((seq == seq[b]) & (seq[b] >= 0)))
     return _Records(rows[~inner], lane[~inner], start[~inner], end[~inner], kinds[~inner])
-
-
-def _launches(events: Events, rows: IntArray) -> IntArray:
-    """Row of the runtime or driver call that launched each kernel, by correlation; -1 where it is not in the trace."""
-    calls = np.flatnonzero(events.in_cats(*RUNTIME_CATS) & (events.correlation >= 0)).astype(np.int64)
-    out = np.full(len(rows), -1, np.int64)
-    if not len(calls):
-        return out
-    order = np.argsort(events.correlation[calls], kind="stable")
-    ids = events.correlation[calls][order]
-    at = np.minimum(np.searchsorted(ids, events.correlation[rows]), len(ids) - 1)
-    hit = (ids[at] == events.correlation[rows]) & (events.correlation[rows] >= 0)
-    out[hit] = calls[order[at[hit]]]
-    return out
 
 
 def _link(

@@ -53,8 +53,8 @@ def gloo_members(trace: RankTrace, groups: Groups, health: Health) -> Iterator[d
     joined = _join_sidecar(ops, trace.sidecar)
     served = {row for op in ops for row in op.spans}
     orphans = [row for row in spans.tolist() if row not in served]
-    health.unmatched["gloo spans without a c10d call"] += len(orphans)
-    health.unmatched["c10d calls without a gloo span"] += sum(not op.spans for op in ops)
+    _count(health, "gloo spans without a c10d call", len(orphans))
+    _count(health, "c10d calls without a gloo span", sum(not op.spans for op in ops))
     own = groups.of_rank(trace.rank)
     lanes = {} if len(own) < 2 else _lanes_to_groups(events, ops, own, trace, groups)
     guessed = 0
@@ -68,11 +68,15 @@ def gloo_members(trace: RankTrace, groups: Groups, health: Health) -> Iterator[d
     if guessed:
         health.guessed["gloo collectives whose group was inferred"] += guessed
     if trace.sidecar is not None:
-        health.unmatched["gloo collectives without a flight-recorder entry"] += sum(
-            op.entry is None and op.kind not in P2P and bool(op.spans) for op in ops
-        )
+        bare = sum(op.entry is None and op.kind not in P2P and bool(op.spans) for op in ops)
+        _count(health, "gloo collectives without a flight-recorder entry", bare)
     elif joined == 0 and ops:
         health.note("no flight-recorder dump beside the gloo trace: collectives are matched by order")
+
+
+def _count(health: Health, reason: str, number: int) -> None:
+    if number:
+        health.unmatched[reason] += number
 
 
 def _calls(events: Events) -> list[_Op]:

@@ -46,7 +46,8 @@ def pair_messages(table: Table, clocks: Mapping[int, Clock], health: Health) -> 
         if len(sends) and len(receives) and not _same_counts(table.step[sends], table.step[receives]):
             doubt = _doubt(clocks, int(table.rank[sends[0]]), int(table.rank[receives[0]]))
             shift, unsure = _shift(table, sends, receives, ended[receives], issued[sends], doubt)
-        health.guessed["message sequences paired by time"] += unsure
+        if unsure:
+            health.guessed["message sequences paired by time"] += 1
         table.instance[sends] = next_id + np.arange(len(sends)) - min(0, shift)
         table.instance[receives] = next_id + np.arange(len(receives)) + max(0, shift)
         table.rung[mine] = ORDER

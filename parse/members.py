@@ -92,7 +92,7 @@ class Members:
         """Members from one array a column, in the right width and ordered by turn."""
         order = np.lexsort((columns["event"], columns["start_ns"], columns["turn_ns"]))
         narrow = {name: np.uint8 if name == "kind" else np.int32 for name in _NARROW}
-        built = {n: np.asarray(c)[order].astype(narrow.get(n, np.int64)) for n, c in columns.items()}
+        built: dict[str, Any] = {n: np.asarray(c)[order].astype(narrow.get(n, np.int64)) for n, c in columns.items()}
         return Members(rank, **built)
 
     @property

@@ -7,38 +7,26 @@ folder of small ones. Content decides first, names second, and a regular express
 from __future__ import annotations
 
 import glob
-import gzip
 import json
 import re
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scaletrace.errors import InputError, UsageError
+from scaletrace.parse.events import Events
+from scaletrace.parse.groups import restore_members
 from scaletrace.parse.health import Health
+from scaletrace.parse.job import KINDS, SYNCHRONISING
+from scaletrace.parse.members import kind_of
+from scaletrace.parse.peek import HAS_PID, Found, sniff
 
 SUFFIXES = (".json", ".json.gz", ".json.zst")
-_HEAD_BYTES = 64 * 1024
-_HEAD_LIMIT = 16 * 1024 * 1024
-_DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One file: `kind` is "kineto", "flight recorder", "manifest", "execution trace" or "other" (with the reason)."""
-
-    path: Path
-    kind: str
-    why: str = ""
-    rank: int | None = None
-    world_size: int | None = None
-    rank_rule: str = ""
-    host: str = ""
-    first_ns: int = 0
-    header: Mapping[str, Any] = field(default_factory=dict)
+SEVERAL_HEADERS = "file name (after “rank”), since several headers state the same rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,136 +64,6 @@ def _ranks_in(value: Any, key: str) -> list[int]:
     return [r for r in inner if isinstance(r, int)] if isinstance(inner, list) else []
 
 
-# ---------------------------------------------------------------- what is this file
-
-
-def read_head(path: Path, size: int = _HEAD_BYTES) -> bytes:
-    """The first `size` bytes of the text, decompressed; a damaged stream gives what could be read.
-
-    Raises InputError when the file can't be opened.
-    """
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-            file.seek(0)
-            if magic[:2] == b"\x1f\x8b":
-                return _gzip_head(gzip.GzipFile(fileobj=file), size)
-            if magic == b"\x28\xb5\x2f\xfd":
-                return _zstd_head(file, size)
-            return file.read(size)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; give a folder of Kineto files or one file") from error
-
-
-def _gzip_head(stream: gzip.GzipFile, size: int) -> bytes:
-    parts: list[bytes] = []
-    left = size
-    try:
-        while left > 0 and (part := stream.read1(min(left, 16384))):
-            parts.append(part)
-            left -= len(part)
-    except (EOFError, OSError, zlib.error):
-        pass  # the reader says what is lost; here the prefix is enough
-    return b"".join(parts)
-
-
-def _zstd_head(file: Any, size: int) -> bytes:
-    import zstandard
-
-    parts: list[bytes] = []
-    left = size
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(file) as stream:
-            while left > 0 and (part := stream.read(min(left, 16384))):
-                parts.append(part)
-                left -= len(part)
-    except zstandard.ZstdError:
-        pass
-    return b"".join(parts)
-
-
-def _value(text: str, key: str) -> Any:
-    """The JSON value after the first `"key":` of `text`, or None where it is absent, cut or broken."""
-    found = re.search(rf'"{re.escape(key)}"\s*:\s*', text)
-    if found is None:
-        return None
-    try:
-        return _DECODER.raw_decode(text, found.end())[0]
-    except (ValueError, RecursionError):
-        return None
-
-
-def _tail(path: Path) -> str:
-    """The last bytes of a plain file; compressed ones have no cheap end."""
-    with path.open("rb") as file:
-        if file.read(2) in (b"\x1f\x8b", b"\x28\xb5"):
-            return ""
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - _HEAD_BYTES))
-        return file.read().decode("utf-8", "replace")
-
-
-def sniff(path: Path) -> Found:
-    """Say what `path` is from its beginning (and end)."""
-    size = _HEAD_BYTES
-    text = read_head(path, size).decode("utf-8", "replace")
-    while '"traceEvents"' not in text and len(text) >= size and size < _HEAD_LIMIT and '"distributedInfo"' in text:
-        size *= 4  # a world of thousands has lists of ranks longer than one read
-        text = read_head(path, size).decode("utf-8", "replace")
-    start = text.lstrip("\ufeff \t\r\n")
-    if not start:
-        return Found(path, "other", "empty")
-    at = start.find('"traceEvents"')
-    before = start if at < 0 else start[:at]
-    if start.startswith("["):
-        legacy = '"ph"' in start
-        return Found(path, "kineto" if legacy else "other", "" if legacy else "a JSON list without events")
-    if at < 0 or '"nodes"' in before:
-        return _not_kineto(path, start)
-    return _kineto(path, before, start[at:])
-
-
-def _not_kineto(path: Path, text: str) -> Found:
-    if '"entries"' in text and ('"pg_config"' in text or '"pg_status"' in text or '"comm_lib_version"' in text):
-        return Found(path, "flight recorder", rank=_rank_value(_value(text, "rank")))
-    if '"nodes"' in text and ("schema" in text or '"pid"' in text or "ctrl_deps" in text):
-        return Found(path, "execution trace", "a PyTorch or Chakra execution trace, not a Kineto trace")
-    if path.name.startswith("manifest"):
-        return Found(path, "manifest")
-    if '"distributedInfo"' in text or '"schemaVersion"' in text:
-        return Found(path, "kineto")
-    return Found(path, "other", "no traceEvents in it")
-
-
-def _rank_value(value: Any) -> int | None:
-    if isinstance(value, str) and value.strip().isdigit():
-        value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def _kineto(path: Path, before: str, events: str) -> Found:
-    info = _value(before, "distributedInfo")
-    base, host = _value(before, "baseTimeNanoseconds"), _value(before, "host_name")
-    if info is None or base is None:
-        tail = _tail(path)
-        info = _value(tail, "distributedInfo") if info is None else info
-        base = _value(tail, "baseTimeNanoseconds") if base is None else base
-        host = _value(tail, "host_name") if host is None else host
-    info = info if isinstance(info, Mapping) else {}
-    first = re.search(r'"ts"\s*:\s*"?([0-9]+)', events)
-    rank = _rank_value(info.get("rank"))
-    return Found(
-        path,
-        "kineto",
-        rank=rank,
-        world_size=_rank_value(info.get("world_size")),
-        rank_rule="distributedInfo" if rank is not None else "",
-        host=host if isinstance(host, str) else "",
-        first_ns=(base if isinstance(base, int) else 0) + (int(first[1]) * 1000 if first else 0),
-        header={"distributedInfo": info} if info else {},
-    )
-
-
 # ---------------------------------------------------------------- which files are there
 
 
@@ -239,7 +97,6 @@ def _common(folders: Sequence[Path]) -> tuple[str, ...]:
 
 _LABELLED = re.compile(r"(?:^|[^a-z])(?:global[_-]?)?(?:rank|r)[_-]?(\d+)(?![0-9])", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
-_HOST_PID = re.compile(r"^(libkineto_trace_|libkineto_activities_)|\.\d{13,}\.pt\.trace\.json")
 
 
 def _stem(path: Path) -> str:
@@ -253,11 +110,9 @@ def ranks_from_names(paths: Sequence[Path]) -> tuple[list[int | None], str]:
     in host and process id, as dynolog and the TensorBoard handler write them, hold no rank.
     Raises UsageError when two numbers qualify.
     """
-    labelled = [_LABELLED.search(_stem(path)) for path in paths]
-    ranks = [int(found[1]) if found else None for found in labelled]
-    if all(rank is not None for rank in ranks) and len(set(ranks)) == len(ranks):
-        return ranks, "file name (after “rank”)"
-    if len(paths) < 2 or any(_HOST_PID.search(path.name) for path in paths):
+    if (labelled := _labelled(paths)) is not None:
+        return list(labelled), "file name (after “rank”)"
+    if len(paths) < 2 or any(HAS_PID.search(path.name) for path in paths):
         return [None] * len(paths), ""
     columns = _number_columns([_stem(path) for path in paths])
     varying = [column for column in columns if len(set(column)) == len(paths)]
@@ -271,6 +126,13 @@ def ranks_from_names(paths: Sequence[Path]) -> tuple[list[int | None], str]:
     return list(varying[0]), "the only number that differs in every file name"
 
 
+def _labelled(paths: Sequence[Path]) -> list[int] | None:
+    """The number after "rank" or "r" in each name, where every name has one and no two are equal."""
+    found = [_LABELLED.search(_stem(path)) for path in paths]
+    ranks = [int(hit[1]) for hit in found if hit]
+    return ranks if len(ranks) == len(paths) and len(set(ranks)) == len(ranks) else None
+
+
 def _number_columns(stems: Sequence[str]) -> list[list[int]]:
     """Numbers that stand alone (not glued to letters, as in node02), by their position counted from the end."""
     rows: list[list[int]] = []
@@ -278,6 +140,33 @@ def _number_columns(stems: Sequence[str]) -> list[list[int]]:
         rows.append([int(n[0]) for n in _NUMBER.finditer(stem) if n.start() == 0 or not stem[n.start() - 1].isalpha()])
     depth = min(len(row) for row in rows)
     return [[row[-1 - i] for row in rows] for i in range(depth)]
+
+
+def rank_in_events(events: Events) -> tuple[int, int] | None:
+    """(rank, size of the default group, or 0) that the communication records state; None where they do not.
+
+    "Rank" is the own position in the group for every collective without a root, so it names the global rank where the
+    group's members are listed. Records that contradict each other state nothing.
+    """
+    arg = events.args.get("Rank")
+    if arg is None or arg.is_text:
+        return None
+    rows = arg.rows[events.named("record_param_comms")[arg.rows]]
+    names = ("Collective name", "Process Group Ranks", "Process Group Description")
+    texts = [events.texts(key)[rows] for key in names]
+    numbers = [events.ints(key)[rows] for key in ("Rank", "Group size", "Global rank start", "Global rank stride")]
+    found: set[int] = set()
+    world = 0
+    for name, listed, said, rank, size, start, stride in np.unique(
+        np.column_stack([*texts, *numbers]), axis=0
+    ).tolist():
+        if name < 0 or listed < 0 or KINDS[kind_of(events.strings[name])] not in SYNCHRONISING:
+            continue
+        members = restore_members(events.strings[listed], size, start, stride)
+        if 0 <= rank < len(members):
+            found.add(members[rank])
+            world = max(world, size if said >= 0 and events.strings[said] == "default_pg" else 0)
+    return (found.pop(), world) if len(found) == 1 else None
 
 
 def _by_regex(files: Sequence[Found], rank_regex: str) -> list[Found]:
@@ -319,7 +208,7 @@ def discover(
     if not traces:
         seen = Counter(file.kind for file in found)
         raise InputError(
-            f"{root}: no Kineto trace found ({dict(seen) or 'no JSON files'}); record one with `scaletrace collect`"
+            f"{paths[0] if len(paths) == 1 else root}: no Kineto trace found ({dict(seen) or 'no JSON files'}); record one with `scaletrace collect`"
         )
     if rank_regex is not None:
         traces = _by_regex(traces, rank_regex)
@@ -369,10 +258,20 @@ def _split(files: list[Found], named: bool) -> list[tuple[str, list[Found]]]:
         if rule and not taken.intersection(ranks):
             renamed = {f.path: replace(f, rank=r, rank_rule=rule) for f, r in zip(unknown, ranks, strict=True)}
             files = [renamed.get(file.path, file) for file in files]
+    files = _told_apart(files) if named else files
     by_rank = Counter(file.rank for file in files if file.rank is not None)
     if not by_rank or max(by_rank.values()) == 1:
         return [("", files)]
     return _repeated(files)
+
+
+def _told_apart(files: list[Found]) -> list[Found]:
+    """Where several files state one rank but every name holds another number after "rank", the names are right."""
+    stated = [file.rank for file in files]
+    ranks = _labelled([file.path for file in files])
+    if len(set(stated)) == len(stated) or ranks is None:
+        return files
+    return [replace(file, rank=rank, rank_rule=SEVERAL_HEADERS) for file, rank in zip(files, ranks, strict=True)]
 
 
 def _repeated(files: list[Found]) -> list[tuple[str, list[Found]]]:

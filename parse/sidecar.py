@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrace.parse.health import Health
-from scaletrace.parse.ranks import Found
+from scaletrace.parse.peek import Found
 
 _RANK = re.compile(r"(\d+)\D*$")
 

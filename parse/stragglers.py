@@ -1,0 +1,214 @@
+"""Turns the waits of a job into a verdict per rank: who holds the others up, by how much, and why.
+
+A rank that others wait for computes longer (slow rank), launches later without computing more (late host), or sits on
+a group whose transfers take longer than those of its sister groups (slow link).
+
+A verdict must not depend on how far clocks are apart. Kernels of one collective end together, so the shortest member
+arrived last and every other one waited for as long as it is longer: no clock takes part. Spans of gloo end
+milliseconds apart, so there starts are compared, on clocks set to the middle of their bounds, which moves with any
+offset that a clock has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scaletrace.parse.cats import KERNEL_CATS
+from scaletrace.parse.clocks import UNBOUNDED
+from scaletrace.parse.events import TIME_UNKNOWN, Events, IntArray
+from scaletrace.parse.job import KINDS, SYNCHRONISING, Job, RankTrace
+from scaletrace.parse.match_device import communication_kernels
+from scaletrace.parse.members import KIND
+
+_SYNC = tuple(KIND[kind] for kind in (*SYNCHRONISING, "custom"))
+_SHARE_OF_STEP = 0.1
+_TIMES_NEXT = 2.0
+_LINK_RATIO = 1.3
+_LINK_SAMPLES = 3
+_LINK_FLOOR_NS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank costs the job, in ns per step.
+
+    delay_ns        the longest time that any other rank waited for this one
+    caused_wait_ns  the waits of all other ranks for this one, summed over ranks
+    waited_ns       how long this rank waited for others
+    compute_ns      time in own work: kernels, or operators where there is no device
+    extra_compute_ns  compute beyond the median of the other ranks
+    transfer_excess_ns  transfer time beyond that of sister groups
+    cause           "computes longer", "launches later", "transfers longer", or "" where the rank stands out in nothing
+    """
+
+    rank: int
+    delay_ns: int
+    caused_wait_ns: int
+    waited_ns: int
+    compute_ns: int
+    extra_compute_ns: int
+    transfer_excess_ns: int
+    cause: str = ""
+
+
+def straggler_summary(job: Job) -> tuple[RankShare, ...]:
+    """One row per rank, the one that holds the others up most first."""
+    steps = max((len(trace.steps) for trace in job.ranks), default=0) or 1
+    step_ns = _step_ns(job, steps)
+    delay, caused, waited = _waits(job)
+    excess = _link_excess(job)
+    compute = {trace.rank: _compute_ns(trace) // steps for trace in job.ranks}
+    rows = []
+    for trace in job.ranks:
+        others = [ns for rank, ns in compute.items() if rank != trace.rank]
+        extra = compute[trace.rank] - int(np.median(others)) if others else 0
+        rows.append(
+            RankShare(
+                trace.rank,
+                delay[trace.rank] // steps,
+                caused[trace.rank] // steps,
+                waited[trace.rank] // steps,
+                compute[trace.rank],
+                extra,
+                excess[trace.rank] // steps,
+            )
+        )
+    ordered = sorted(rows, key=lambda row: (-row.delay_ns, row.rank))
+    return tuple(_with_cause(row, ordered, step_ns) for row in ordered)
+
+
+def _with_cause(row: RankShare, rows: list[RankShare], step_ns: int) -> RankShare:
+    """A rank is named when its delay is a tenth of the step and twice that of the next one."""
+    rest = [other.delay_ns for other in rows if other.rank != row.rank]
+    stands_out = row.delay_ns >= _SHARE_OF_STEP * step_ns and row.delay_ns >= _TIMES_NEXT * max(rest, default=0)
+    cause = ""
+    if row.delay_ns > 0 and stands_out:
+        cause = "computes longer" if 2 * row.extra_compute_ns >= row.delay_ns else "launches later"
+    elif row.transfer_excess_ns >= max(_LINK_FLOOR_NS, _SHARE_OF_STEP * step_ns / 10):
+        cause = "transfers longer"
+    return replace(row, cause=cause)
+
+
+def _step_ns(job: Job, steps: int) -> int:
+    """Median step, or the length of the window where there are no steps."""
+    durations = [step.end_ns - step.start_ns for trace in job.ranks for step in trace.steps]
+    if durations:
+        return int(np.median(durations))
+    c = job.collectives
+    return int(c.end_ns.max() - c.start_ns.min()) // steps if len(c) else 0
+
+
+def _waits(job: Job) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """(delay, caused, waited) by rank over the whole window; overlapping collectives count once."""
+    c = job.collectives
+    zero = {trace.rank: 0 for trace in job.ranks}
+    delay, caused, waited = dict(zero), dict(zero), dict(zero)
+    rows = np.flatnonzero(np.isin(c.kind, _SYNC) & c.matched)
+    if not len(rows):
+        return delay, caused, waited
+    instance = c.instance[rows]
+    first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]])
+    size = np.diff(np.r_[first, len(rows)])
+    of = np.repeat(np.arange(len(first)), size)
+    wait, last = _own_waits(job, rows, first, of)
+    late = np.full(len(first), -1, np.int64)
+    late[of[last][::-1]] = c.rank[rows][last][::-1]
+    for rank in zero:
+        mine = c.rank[rows] == rank
+        begin = c.start_ns[rows]
+        waited[rank] = _covered(begin[mine], begin[mine] + wait[mine])
+        for other in np.unique(late[of][mine]).tolist():
+            both = mine & (late[of] == other)
+            held = _covered(begin[both], begin[both] + wait[both])
+            if other != rank and other in delay:
+                caused[other] += held
+                delay[other] = max(delay[other], held)
+    return delay, caused, waited
+
+
+def _own_waits(job: Job, rows: IntArray, first: IntArray, of: IntArray) -> tuple[IntArray, IntArray]:
+    """(wait of each member, which of them arrived last): by duration for kernels, by start for spans of the host."""
+    c = job.collectives
+    dur = c.end_ns[rows] - c.start_ns[rows]
+    start = c.start_ns[rows].copy()
+    on_device = np.zeros(len(rows), np.bool_)
+    for trace in job.ranks:
+        mine = c.rank[rows] == trace.rank
+        clock = job.clocks[trace.rank]
+        if clock.high_ns < UNBOUNDED and clock.low_ns > -UNBOUNDED:
+            start[mine] += clock.offset_ns - (clock.low_ns + clock.high_ns) // 2
+        kernels = trace.events.in_cats(*KERNEL_CATS)
+        on_device[mine] = kernels[c.event[rows][mine]] & (c.event[rows][mine] >= 0)
+    by_duration = np.logical_and.reduceat(on_device, first)[of]
+    longer = dur - np.minimum.reduceat(dur, first)[of]
+    earlier = np.clip(np.maximum.reduceat(start, first)[of] - start, 0, dur)
+    wait = np.where(by_duration, longer, earlier)
+    return wait, np.flatnonzero(np.where(by_duration, longer == 0, start == np.maximum.reduceat(start, first)[of]))
+
+
+def _covered(start: IntArray, end: IntArray) -> int:
+    """Length of the union of intervals."""
+    keep = end > start
+    start, end = start[keep], end[keep]
+    if not len(start):
+        return 0
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(end[order])
+    opens = np.r_[True, start[1:] > reach[:-1]]
+    begin = start[opens]
+    close = reach[np.r_[np.flatnonzero(opens)[1:] - 1, len(reach) - 1]]
+    return int(np.sum(close - begin))
+
+
+def _compute_ns(trace: RankTrace) -> int:
+    """Time in which the rank did work of its own: kernels that do not communicate, else operators on the host."""
+    events = trace.events
+    usable = (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN)
+    kernels = events.in_cats(*KERNEL_CATS) & usable
+    if kernels.any():
+        kernels[communication_kernels(events)[0]] = False
+        return _covered(events.ts_ns[kernels], events.end_ns[kernels])
+    return _operator_ns(events)
+
+
+def _operator_ns(events: Events) -> int:
+    """Union of the operators of a CPU job, without its communication calls and the waits for them."""
+    codes = [
+        i for i, t in enumerate(events.strings) if t.startswith(("c10d::", "_c10d_functional::", "gloo:", "c10d_"))
+    ]
+    usable = (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN) & events.in_cats("cpu_op", "Operator")
+    talks = usable & np.isin(events.name, codes)
+    both = _covered(events.ts_ns[usable], events.end_ns[usable])
+    return both - _covered(events.ts_ns[talks], events.end_ns[talks])
+
+
+def _link_excess(job: Job) -> dict[int, int]:
+    """Transfer time of each rank's groups beyond the median of groups that move the same over as many ranks."""
+    c = job.collectives
+    out = {trace.rank: 0 for trace in job.ranks}
+    rows = np.flatnonzero(np.isin(c.kind, _SYNC) & c.matched & (c.group >= 0))
+    if not len(rows):
+        return out
+    instance = c.instance[rows]
+    first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]])
+    dur = np.minimum.reduceat(c.end_ns[rows] - c.start_ns[rows], first)
+    lead = rows[first]
+    by_shape: dict[tuple[str, int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row, ns in zip(lead.tolist(), dur.tolist(), strict=True):
+        group = job.groups[int(c.group[row])]
+        moved = max(int(c.bytes_in[row]), int(c.bytes_out[row]))
+        if moved > 0 and group.size > 1:
+            by_shape[(KINDS[int(c.kind[row])] + group.axis, moved, group.size)][group.id].append(ns)
+    for sisters in by_shape.values():
+        for team, own in sisters.items():
+            rest = [ns for other, all_ns in sisters.items() if other != team for ns in all_ns]
+            if min(len(own), len(rest)) < _LINK_SAMPLES:
+                continue
+            # its fast quarter must be slower than the slow quarter of the others, or it is noise
+            if np.quantile(own, 0.25) > _LINK_RATIO * np.quantile(rest, 0.75):
+                for rank in out.keys() & set(job.groups[team].members):
+                    out[rank] += round(float(np.median(own) - np.median(rest)) * len(own))
+    return out

@@ -39,8 +39,8 @@ def results(tables: Path) -> list[Result]:
         Gate("fernandez_fig2", "mean", mean_abs([row.error for row in scored]), 10, 5, baseline=naive),
     )
     notes = [
-        f"Law: d + w + 2c√(dw), d = {1e6 * law[0]:.1f} µs × log2(nodes), w = 2 S / {law[1] / 1e9:.0f} GB/s, c = {law[2]:.2f} "
-        "(a pipelined tree with an imperfect chunk size).",
+        f"Law of a pipelined tree: d + w + 2c√(dw), d = {1e6 * law[0]:.1f} µs × log2(nodes), "
+        + f"w = 2 S / {law[1] / 1e9:.0f} GB/s, c = {law[2]:.2f}.",
         f"Worst without any allowance {bare:.1f} %, mean {mean_abs([row.error for row in scored]):.1f} %.",
     ]
     notes += [

@@ -60,7 +60,7 @@ def results(tables: Path) -> list[Result]:
     table_ = ("Breakdown, predicted / measured, ms", ("layout", *PARTS), lines)
     fitted = tuple(_label(row.config) for row in fit.values())
     title = "Lumos figure 7, GPT-3 15B, H100"
-    return [Result("lumos", title, "step time, s", fitted, tuple([*scored, *beyond]), tuple(gates), tables=(table_,))]
+    return [Result("lumos", title, "step time, s", fitted, (*scored, *beyond), tuple(gates), tables=(table_,))]
 
 
 def _split(

@@ -95,7 +95,7 @@ def _result(
         f"One number fitted: a layer's forward, {1e3 * unit_s:.4f} ms.",
         f"Measured line {measured[0]:.5f} m + {measured[1]:.4f} s, predicted {predicted_line[0]:.5f} m + {predicted_line[1]:.4f} s.",
         f"Structural facts: {CHANNELS} NCCL channels on the data-parallel group, bf16 gradients, "
-        f"{'bf16' if gathered_bytes == 2 else 'FP8'} parameter gather, head in bf16.",
+        + f"{'bf16' if gathered_bytes == 2 else 'FP8'} parameter gather, head in bf16.",
     )
     return Result(source, title, "step time, s", (_label(base.config),), tuple(scored), tuple(gates), notes)
 

@@ -64,10 +64,14 @@ def all_gather_s(device: Device, size_bytes: float, group: GroupShape) -> float:
 
 
 def broadcast_s(device: Device, size_bytes: float, group: GroupShape) -> float:
-    """Broadcast or reduce of `size_bytes`: a pipelined ring passes each byte once over every link."""
+    """Broadcast or reduce of `size_bytes`: a pipelined ring passes each byte once over every link.
+
+    The tuner counts `size` steps for these two, `nodes` of them across the network (tuning.cc: nsteps, nInterSteps).
+    """
     if group.size <= 1 or size_bytes <= 0:
         return 0.0
-    return size_bytes / bus_Bps(device, group) + ring_latency_s(group)
+    one_more_hop = RING_NETWORK_HOP_S if group.nodes > 1 else RING_NVLINK_HOP_S
+    return size_bytes / bus_Bps(device, group) + ring_latency_s(group) + one_more_hop
 
 
 def all_reduce_s(device: Device, size_bytes: float, group: GroupShape) -> float:

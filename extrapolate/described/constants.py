@@ -23,15 +23,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from scaletrace.errors import UsageError
+from scaletrace.extrapolate.catalog import load_device
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.nccl import RING_PLATEAU, TREE_BANDWIDTH, US, Tuning
 
-US = 1e-6
-NCCL_BASE_S = 8.4 * US
-RING_NVLINK_HOP_S = 3.4 * US
-RING_NETWORK_HOP_S = 14 * US
-TREE_NVLINK_HOP_S = 4.0 * US
-TREE_NETWORK_HOP_S = 14 * US
-RING_MULTINODE_FACTOR = 1.4
-TREE_BANDWIDTH_SHARE = 0.92
+_SIMPLE = 2
+_TUNING = Tuning()
+NCCL_BASE_S = _TUNING.ring_base[_SIMPLE] * US
+RING_NVLINK_HOP_S = _TUNING.ring_nvlink[_SIMPLE] * US
+RING_NETWORK_HOP_S = _TUNING.ring_net[_SIMPLE] * US
+TREE_NVLINK_HOP_S = _TUNING.tree_nvlink[_SIMPLE] * US
+TREE_NETWORK_HOP_S = _TUNING.tree_net[_SIMPLE] * US
+RING_MULTINODE_FACTOR = RING_PLATEAU
+TREE_BANDWIDTH_SHARE = TREE_BANDWIDTH
 SEND_RECV_S = 20 * US
 
 ADAM_BYTES_PER_PARAMETER = 28
@@ -64,6 +68,7 @@ class Device:
     hbm_share: float = 0.85
     collective_slowdown: float = 0.19
     spread: float = 0.011
+    overlap_is_fitted: bool = True
 
     def kernel_slowdown(self, channels: int = NCCL_CHANNELS) -> float:
         """κ: a kernel beside a resident collective of `channels` channels takes 1 + κ times as long.
@@ -101,27 +106,57 @@ class KernelCosts:
     sequence_parallel: bool = False
 
 
-MEGATRON_A100 = KernelCosts(0.80, 42.0, 46.0, 29.0, 6.0e-6, 1.07e-3, 0.115e-3)
+MEGATRON_A100 = KernelCosts(0.80, 41.2, 43.1, 29.3, 7.0e-6, 1.07e-3, 0.117e-3)
 """Megatron without flash attention. Fitted together, each source with equal weight, on vTrain's 2-GPU runs without a
 pipeline (93 rows) and on Korthikanti's 22B and 175B (4 rows); nothing else of either source was used."""
 
-FLASH_H100 = KernelCosts(0.74, 0.0, 46.0, 29.0, 6.0e-6, 1.07e-3, 0.115e-3, sequence_parallel=True)
+FLASH_H100 = KernelCosts(0.74, 0.0, 43.1, 29.3, 7.0e-6, 1.07e-3, 0.117e-3, sequence_parallel=True)
 """The same stack on H100 with flash attention and sequence parallelism: no constant fitted. gemm_share is A100's times
 the ratio of the shares that the largest kernels reach, (794.5/989) / (271.2/312)."""
 
 
-_DEVICES = (
-    Device("h100", 989e12, 1979e12, 3.35e12, 80e9, 450e9, 50e9, overlap_loss=0.603, power_W=700),
-    Device("a100", 312e12, 312e12, 2.0e12, 80e9, 300e9, 25e9, overlap_loss=0.217, power_W=400, sm_count=108),
-    Device("a100-40", 312e12, 312e12, 1.555e12, 40e9, 300e9, 25e9, overlap_loss=0.217, power_W=400, sm_count=108),
-    # V100: no table fixes its interference; the value of A100, the nearest device, stands in.
-    Device("v100", 125e12, 125e12, 0.9e12, 32e9, 150e9, 12.5e9, overlap_loss=0.217, power_W=300, sm_count=80),
-)
+OVERLAP_LOSS = {"hopper": 0.603, "ampere": 0.217}
+"""λ by generation; for another generation the one of Ampere stands in (`overlap_is_fitted` says so)."""
+
+_HBM_SHARE = 0.85
+_CLUSTERS = {
+    "h100": ("dgx_h100", "H100 SXM"),
+    "h200": ("dgx_h200", "H200 SXM"),
+    "b200": ("dgx_b200", "B200 SXM"),
+    "a100": ("dgx_a100", "A100 SXM 80GB"),
+    "a100-40": ("dgx_a100", "A100 SXM 40GB"),
+    "v100": ("dgx_v100", "V100 SXM2"),
+}
 
 
 def device(name: str) -> Device:
-    """The constants of a device by name; raises UsageError with the known names."""
-    for known in _DEVICES:
-        if known.name == name:
-            return known
-    raise UsageError(f"no constants for device {name!r}; known: {', '.join(d.name for d in _DEVICES)}")
+    """A device in its usual node by short name; its rates are the catalog's. Raises UsageError with the known names."""
+    if name not in _CLUSTERS:
+        raise UsageError(f"no device {name!r} among the described ones; known: {', '.join(_CLUSTERS)}")
+    cluster, kind = _CLUSTERS[name]
+    return device_of(replace(Cluster.load(cluster), device=load_device(kind)), name)
+
+
+def device_of(cluster: Cluster, name: str = "") -> Device:
+    """The device of a cluster with its share of NVLink and network; raises UsageError for a cluster without GPUs."""
+    found = cluster.device
+    if cluster.backend != "nccl":
+        raise UsageError(f"cluster {cluster.name}: described jobs run on GPUs with NCCL, not on {cluster.backend}")
+    inner, outer = cluster.tiers[0], cluster.tiers[min(1, len(cluster.tiers) - 1)]
+    return Device(
+        name=name or found.name,
+        bf16_flop_s=found.bf16_flops,
+        fp8_flop_s=found.fp8_flops or found.bf16_flops,
+        hbm_Bps=found.memory_Bps,
+        hbm_bytes=found.memory_bytes,
+        nvlink_Bps=inner.bandwidth_Bps,
+        nic_Bps=outer.bandwidth_Bps / outer.oversubscription,
+        overlap_loss=OVERLAP_LOSS.get(found.generation, OVERLAP_LOSS["ampere"]),
+        power_W=found.power_W or 0.0,
+        gpus_per_node=cluster.node_size,
+        sm_count=found.sms or 132,
+        nvlink_share=inner.efficiency,
+        nic_share=outer.efficiency,
+        hbm_share=_HBM_SHARE,
+        overlap_is_fitted=found.generation in OVERLAP_LOSS,
+    )

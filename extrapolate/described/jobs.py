@@ -29,7 +29,6 @@ from scaletrace.extrapolate.described.pipeline import Pipeline, pipeline_program
 from scaletrace.extrapolate.described.sharded_optimizer import OwnedStep, owned_program
 from scaletrace.extrapolate.described.spread import straggle
 
-
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -132,7 +131,7 @@ def layers_by_cost(layers: int, chunks: int, head: float) -> tuple[int, ...]:
     """Layers of each chunk when the last also carries `head` layers' worth of work and all are to be equal."""
     last = max(0, round((layers + head) / chunks - head)) if chunks > 1 else layers
     each, more = divmod(layers - last, max(1, chunks - 1))
-    return tuple(each + (i < more) for i in range(chunks - 1)) + (last,)
+    return (*(each + (i < more) for i in range(chunks - 1)), last)
 
 
 def pipeline_job(model: Model, layout: Layout, device: Device, costs: KernelCosts | None = None) -> Job:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.extrapolate.overlap import device_lanes
+from scaletrace.extrapolate.segments import segments
 from scaletrace.extrapolate.stragglers import PRIOR_NOISE, Noise
 from scaletrace.parse.events import BoolArray, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
@@ -21,6 +22,8 @@ SMALL_SEGMENT = 0.01
 """Segments below this share of the step are left out: their noise is large and doesn't matter."""
 LARGEST_CV = 0.5
 OUTLIER = 4.0
+UNLIKE = 3.0
+"""A segment that takes this many times as long on one rank as on another holds other work there: not comparable."""
 
 
 def compute_nodes(graph: Graph) -> BoolArray:
@@ -33,15 +36,13 @@ def segment_times(graph: Graph, dur_ns: IntArray) -> Floats:
     """Compute ns by rank, step and segment, float64[ranks, steps, segments]; NaN where a rank has other segments."""
     ranks = np.unique(graph.rank[graph.kind == NodeKind.ARRIVE])
     steps = np.unique(graph.step[(graph.step >= 0) & (graph.kind == NodeKind.ARRIVE)])
-    compute = compute_nodes(graph)
+    compute, segment = compute_nodes(graph), segments(graph, within_steps=True)
     rows: dict[tuple[int, int], npt.NDArray[Any]] = {}
     for r in ranks.tolist():
         for s in steps.tolist():
             mine = np.flatnonzero((graph.rank == r) & (graph.step == s))
-            segment = np.cumsum(graph.kind[mine] == NodeKind.ARRIVE)
-            work = compute[mine]
-            length = int(segment.max(initial=0)) + 1
-            rows[r, s] = np.bincount(segment[work], dur_ns[mine[work]].astype(np.float64), length)
+            work, length = mine[compute[mine]], int(segment[mine].max(initial=0)) + 1
+            rows[r, s] = np.bincount(segment[work], dur_ns[work].astype(np.float64), length)
     if not rows:
         return np.zeros((0, 0, 0))
     lengths = [len(row) for row in rows.values()]
@@ -58,15 +59,18 @@ def measure_noise(graph: Graph, dur_ns: IntArray | None = None) -> Noise:
     times = segment_times(graph, graph.dur_ns if dur_ns is None else dur_ns)
     if times.size == 0 or times.shape[0] < 2:
         return PRIOR_NOISE
-    share = np.nanmean(times, axis=(0, 1)) if not np.all(np.isnan(times)) else np.zeros(times.shape[2])
-    keep = share > SMALL_SEGMENT * np.nansum(share)
-    times, share = times[:, :, keep], share[keep] / max(1e-300, float(np.nansum(share[keep])))
-    if times.size == 0 or np.any(times <= 0) or np.any(np.isnan(times)):
-        times = np.where(times > 0, times, np.nan)
-        whole = ~np.isnan(times).any(axis=(0, 1))
-        times, share = times[:, :, whole], share[whole]
-        if times.size == 0:
-            return PRIOR_NOISE
+    whole = ~np.isnan(times).any(axis=(0, 2))
+    times = times[:, whole]
+    if times.size == 0:
+        return PRIOR_NOISE
+    share = times.mean(axis=(0, 1))
+    keep = share > SMALL_SEGMENT * share.sum()
+    times, share = times[:, :, keep], share[keep] / max(1e-300, float(share[keep].sum()))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        alike = (times > 0).all(axis=(0, 1)) & (times.max(axis=(0, 1)) < UNLIKE * times.min(axis=(0, 1)))
+    times, share = times[:, :, alike], share[alike]
+    if times.size == 0:
+        return PRIOR_NOISE
     logs = np.log(times)
     logs = logs - logs.mean(axis=(0, 1), keepdims=True)
     static = (logs * share).sum(axis=2).mean(axis=1) / share.sum()

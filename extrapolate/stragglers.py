@@ -14,6 +14,7 @@ import numpy.typing as npt
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.columns import ARRIVE, BOTH, MEET, PLAIN, finish_time, sweep_columns
 from scaletrace.extrapolate.normal import expected_max, normal_scores, variance_of_max
+from scaletrace.extrapolate.segments import segments
 from scaletrace.parse.events import BoolArray, ByteArray, Int32Array
 from scaletrace.parse.graph import Graph, NodeKind
 
@@ -100,13 +101,9 @@ def fold(graph: Graph, reach: ByteArray | None = None) -> Folded:
     role[(kinds == NodeKind.TRANSFER) | (kinds == NodeKind.RENDEZVOUS)] = MEET
     ranks = np.unique(graph.rank[graph.rank >= 0])
     classes = np.searchsorted(ranks, np.maximum(graph.rank, ranks[0] if len(ranks) else 0)).astype(np.int32)
-    segment = np.zeros(len(graph), np.int32)
-    for c in range(len(ranks)):
-        mine = classes == c
-        segment[mine] = np.cumsum(role[mine] == ARRIVE)
     if reach is None:
         reach = np.full(max(1, len(graph.collectives)), BOTH, np.uint8)
-    return Folded(graph, classes, segment, role, graph.nodes(*COMPUTE), reach)
+    return Folded(graph, classes, segments(graph), role, graph.nodes(*COMPUTE), reach)
 
 
 def expected_step_ns(

@@ -11,7 +11,7 @@ from scaletrace.parse.build_cpu import RankCpu, add_cpu_rank
 from scaletrace.parse.build_draft import Draft, finish
 from scaletrace.parse.build_gpu import GPU_CATS, RankGpu
 from scaletrace.parse.build_rank import RankInput, add_rank, external_kernels, read_rank
-from scaletrace.parse.build_stalls import Columns, add_occupancy, add_tight_ends, insert_stalls, residuals
+from scaletrace.parse.build_stalls import Columns, add_occupancy, add_tight_ends, insert_stalls, residuals, time_sliced
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import (
     EdgeKind,
@@ -94,13 +94,19 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
     _explain(draft, gpus, members, transfers)
     nodes, edges = _tables(draft, gpus, members, transfers, options)
     residual = residuals(nodes, edges)
+    sliced = time_sliced(nodes, residual)
+    if sliced:
+        health.note(
+            f"the device of rank {', '.join(map(str, sliced))} stands still at regular intervals with work ready, as one does that another "
+            "process shares: its stalls can't be predicted"
+        )
     if options.stalls:
-        nodes, edges = insert_stalls(draft, nodes, edges)
+        nodes, edges = insert_stalls(draft, nodes, edges, residual, sliced)
     graph, measured, cyclic = finish(draft, nodes, edges)
     if cyclic:
         health.dropped["edges that close a cycle"] += cyclic
         draft.contradict(EdgeSource.MATCH, 0, cyclic)
-    quality = _quality(draft, nodes, residual, [trace.rank for trace in job.ranks])
+    quality = _quality(draft, nodes, residual, [trace.rank for trace in job.ranks], sliced)
     return Built(graph, _with_steps(graph, measured), quality, job, health)
 
 
@@ -289,7 +295,7 @@ def _explain(draft: Draft, gpus: list[RankGpu], members: Members, began: IntArra
             add(draft, gpu, residual)
 
 
-def _quality(draft: Draft, nodes: Columns, residual: IntArray, ranks: list[int]) -> Quality:
+def _quality(draft: Draft, nodes: Columns, residual: IntArray, ranks: list[int], sliced: tuple[int, ...]) -> Quality:
     count = len(residual)
     device = np.isin(nodes["kind"][:count], [int(k) for k in (NodeKind.KERNEL, NodeKind.COPY, NodeKind.ARRIVE)])
     device &= nodes["release_ns"][:count] < 0
@@ -304,6 +310,7 @@ def _quality(draft: Draft, nodes: Columns, residual: IntArray, ranks: list[int])
         window_ns=window,
         offered=dict(draft.offered),
         contradicted=dict(draft.contradicted),
+        time_sliced_ranks=sliced,
     )
 
 

@@ -20,6 +20,8 @@ COPY_CATS = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
 _COMMUNICATION = re.compile(
     r"nccl|rccl|deep_ep|nvshmem|cross_device_reduce|one_shot_all_reduce|two_shot_all_reduce", re.IGNORECASE
 )
+COARSE_CLOCK_NS = 25_000
+"""How far a device clock may be off its host's where it had to be corrected, or where times are whole microseconds."""
 NEAR_MINIMUM_NS = 25_000
 IN_GRAPH_GAP_NS = 3_000
 GRAPH_LATENCY_NS = 50_000

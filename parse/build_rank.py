@@ -8,6 +8,7 @@ import numpy as np
 
 from scaletrace.parse.build_draft import Draft
 from scaletrace.parse.build_gpu import (
+    COARSE_CLOCK_NS,
     ENTRY_LAG_NS,
     EXTERNAL_GAP_NS,
     EXTERNAL_NS,
@@ -26,7 +27,7 @@ from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import ANNOTATION_CATS, OP_CATS, Call, Calls, find_calls, op_spans, step_of
 from scaletrace.parse.job import RankTrace
-from scaletrace.parse.streams import UNEXPLAINED, Kernels, SyncEdges, infer_streams, infer_syncs
+from scaletrace.parse.streams import CONTRADICTED_NS, UNEXPLAINED, Kernels, SyncEdges, infer_streams, infer_syncs
 
 _SOURCE_KIND = np.zeros(len(EdgeSource), np.uint8)
 _SOURCE_KIND[:] = int(EdgeKind.EVENT_WAIT)
@@ -81,7 +82,8 @@ def read_rank(rank: RankInput, health: Health) -> RankParts:
         health.repaired["ranks whose device clock was shifted onto the host clock"] += 1
         health.note(f"rank {rank.trace.rank}: device clock corrected by up to {int(np.abs(shift).max()) / 1000:.0f} us")
     src, stream, synced = recorded_waits(events, calls, kernels, health)
-    syncs = infer_syncs(calls, kernels, synced)
+    coarse = bool(len(shift) and shift.any()) or not (events.ts_ns[calls.row] % 1000).any()
+    syncs = infer_syncs(calls, kernels, synced, COARSE_CLOCK_NS if coarse else CONTRADICTED_NS)
     constants = estimate(calls, kernels, syncs, rank.job_launch_ns)
     middle = int(np.median(shift)) if len(shift) else 0
     return RankParts(calls, kernels, syncs, constants, src, stream, middle)
@@ -372,6 +374,10 @@ def _cross_stream(draft: Draft, gpu: RankGpu, events: Events, parts: RankParts, 
     )
     if found.unresolved_waits:
         health.unmatched["stream waits that no rule resolves (dependency unknown)"] += found.unresolved_waits
+    if found.second_choices:
+        health.guessed["dependencies whose first candidate the trace refutes, so that another was taken"] += (
+            found.second_choices
+        )
     for source in EdgeSource:
         pick = found.source == source
         if found.offered[source]:

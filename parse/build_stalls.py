@@ -111,17 +111,41 @@ def add_occupancy(draft: Draft, gpu: RankGpu, residual: IntArray) -> int:
     return int(found.sum())
 
 
+TIME_SLICED_SHARE = 0.1
+TIME_SLICED_STALLS = 10
+TIME_SLICED_LEAST_NS = 100_000
+
+
+def time_sliced(nodes: Columns, residual: IntArray) -> tuple[int, ...]:
+    """Ranks whose device stands still at regular intervals with work ready, as one that another process shares does.
+
+    At least ten long stalls, in sum a tenth of the window, of which most end one period after the last.
+    """
+    late = (residual > TIME_SLICED_LEAST_NS) & np.isin(nodes["kind"], _STALLED[:3])
+    window = int(nodes["end_ns"].max() - nodes["start_ns"].min()) if len(residual) else 0
+    out = []
+    for rank in np.unique(nodes["rank"][late]).tolist():
+        mine = late & (nodes["rank"] == rank)
+        if mine.sum() < TIME_SLICED_STALLS or int(residual[mine].sum()) < TIME_SLICED_SHARE * window:
+            continue
+        period = np.diff(np.sort(nodes["start_ns"][mine]))
+        if (np.abs(period / np.median(period) - 1) < 0.1).mean() > 0.5:
+            out.append(int(rank))
+    return tuple(out)
+
+
 _STALLED: ByteArray = np.array(
     [int(k) for k in (NodeKind.KERNEL, NodeKind.COPY, NodeKind.ARRIVE, NodeKind.WAIT)], np.uint8
 )
 
 
-def insert_stalls(draft: Draft, nodes: Columns, edges: Columns) -> tuple[Columns, Columns]:
-    """Put a STALL node before every start that is later than its predecessors explain.
+def insert_stalls(
+    draft: Draft, nodes: Columns, edges: Columns, residual: IntArray, sliced: tuple[int, ...]
+) -> tuple[Columns, Columns]:
+    """Put a STALL node before every start that is later than its predecessors explain; `sliced` are time-sliced ranks.
 
     All edges to the node lead to the stall instead, so that the delay follows whatever binds in another replay.
     """
-    residual = residuals(nodes, edges)
     at = np.flatnonzero((residual > STALL_NS) & np.isin(nodes["kind"], _STALLED))
     if not len(at):
         return nodes, edges
@@ -141,6 +165,9 @@ def insert_stalls(draft: Draft, nodes: Columns, edges: Columns) -> tuple[Columns
     stall["kind"][:] = int(NodeKind.STALL)
     stall["release_ns"] = nodes["release_ns"][at].copy()
     stall["name"] = np.array([labels.get(int(kind), start_label) for kind in nodes["kind"][at]], np.int32)
+    shared = np.isin(nodes["rank"][at], sliced) & (nodes["kind"][at] != int(NodeKind.WAIT))
+    if shared.any():
+        stall["name"][shared] = draft.name("stall: time-sliced device")
     moved = np.full(draft.count, -1, np.int32)
     moved[at] = np.arange(first, draft.count, dtype=np.int32)
     nodes = {key: np.concatenate((nodes[key], stall[key])) for key in NODE_COLUMNS}

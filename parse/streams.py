@@ -4,7 +4,8 @@ Without cuda_sync events a trace shows that some stream waited for some event, n
 the program tells. Rules (docs/method): a collective waits for the last kernel of its thread's current stream (entry);
 a wait inside a `record_param_comms` that launches nothing awaits the oldest outstanding collective (work wait); one
 outside, while collectives are outstanding, is a future's wait; else one stream waits for the others (stream wait).
-Measured times only refute an edge (it would end after the start it explains), they never become a lag.
+Measured times only refute an edge (it would end after the start it explains) and so choose among candidates in the
+order of the rules; they never become a lag.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ CONTRADICTED_NS = 5_000
 """A predecessor that ends later than this after the start it should explain refutes the edge."""
 SYNC_TAIL_CAP_NS = 60_000
 SHORT_CALL_NS = 20_000
+LOOK_BACK_WORKS = 16
 
 _LAUNCH, _GRAPH, _COPY = int(Call.LAUNCH), int(Call.GRAPH_LAUNCH), int(Call.COPY)
 _STREAM_WAIT, _DEVICE_SYNC, _FREE = int(Call.STREAM_WAIT), int(Call.DEVICE_SYNC), int(Call.FREE)
@@ -68,6 +70,7 @@ class StreamEdges:
     offered: IntArray
     contradicted: IntArray
     unresolved_waits: int
+    second_choices: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,81 @@ def _look_ahead(thread: Int32Array, stream: Int32Array) -> Int32Array:
 
 
 @jit
+def _recent(used: IntArray, last: Int32Array, is_comm: BoolArray, without: int) -> IntArray:
+    """Streams that computed, but for `without`, the one that the thread used last in front."""
+    found, n = np.empty(len(last), np.int64), 0
+    for t in range(len(last)):
+        if t != without and last[t] >= 0 and not is_comm[last[t]]:
+            at = n
+            while at > 0 and used[found[at - 1]] < used[t]:
+                found[at] = found[at - 1]
+                at -= 1
+            found[at] = t
+            n += 1
+    return found[:n]
+
+
+@jit
+def _take(works: Int32Array, head: int, tail: int, wanted: int) -> int:
+    """Bring `wanted`, if it is among the outstanding works, to the head of the queue; returns the work there."""
+    at = head
+    for j in range(head, tail):
+        if works[j] == wanted:
+            at = j
+    work = works[at]
+    for j in range(at, head, -1):
+        works[j] = works[j - 1]
+    works[head] = work
+    return work
+
+
+@jit
+def _swap_refuted(works: Int32Array, head: int, tail: int, work: int, by: int, end: IntArray) -> tuple[int, int]:
+    """A work that can explain a start before `by`, and the new head of the queue of outstanding ones.
+
+    `work` itself where it ends in time; else the oldest outstanding one that does, or one that another stream has
+    awaited already. In both cases `work` is outstanding again.
+    """
+    if end[work] <= by:
+        return work, head
+    other, taken = -1, False
+    for j in range(tail - 1, max(-1, head - LOOK_BACK_WORKS - 1), -1):
+        if end[works[j]] <= by and (j >= head or other < 0):
+            other, taken = j, j < head
+    if other < 0:
+        return work, head
+    found = works[other]
+    if taken:
+        at = head - 1
+        while works[at] != work and at > 0:
+            at -= 1
+        for i in range(at, head - 1):
+            works[i] = works[i + 1]
+        works[head - 1] = work
+        return found, head - 1
+    for i in range(other, head, -1):
+        works[i] = works[i - 1]
+    works[head] = work
+    return found, head
+
+
+@jit
+def _any_in_time(pend: IntArray, first: int, pending: int, end: IntArray, by: int) -> bool:
+    """Whether the trace leaves any candidate of a stream wait standing; else it awaited work that is not here."""
+    found = False
+    for j in range(first, pending):
+        found |= pend[j, 3] == pend[first, 3] and end[pend[j, 0]] <= by
+    return found
+
+
+@jit
+def _put(pend: IntArray, at: int, kernel: int, stream: int, source: int, group: int) -> int:
+    """Append one pending entry; returns the new count."""
+    pend[at, 0], pend[at, 1], pend[at, 2], pend[at, 3] = kernel, stream, source, group
+    return at + 1
+
+
+@jit
 def _walk(
     meaning: ByteArray,
     thread: Int32Array,
@@ -117,85 +195,84 @@ def _walk(
     in_record: ByteArray,
     recorded_src: Int32Array,
     recorded_stream: Int32Array,
+    named_work: Int32Array,
     ptr: IntArray,
     order: IntArray,
     stream: Int32Array,
     is_comm: BoolArray,
+    start: IntArray,
+    end: IntArray,
     streams: int,
-    first_work: Int32Array,
 ) -> tuple[Int32Array, Int32Array, ByteArray, int, int]:
-    """All offered edges (src, dst, source), their number, and the waits that no rule resolves."""
-    waits = 0
-    for i in range(len(meaning)):
-        waits += meaning[i] == _STREAM_WAIT
-    capacity = len(stream) + waits * max(streams, 1) + 1
-    src, dst = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
-    source = np.empty(capacity, np.uint8)
-    n, unresolved = 0, 0
+    """All offered edges (src, dst, source), the second choices among them, and the waits that no rule resolves.
+
+    Waits become pending entries (kernel, waiting stream, source, group) that the stream's next kernel takes up; of a
+    group it takes the first that the trace does not refute.
+    """
+    capacity = 2 * len(stream) + (len(meaning) + 1) * max(streams, 1) + 1
+    src, dst, source = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.uint8)
+    pend = np.empty((capacity, 4), np.int64)
+    works = np.empty(len(stream) + 1, np.int32)
     last = np.full(streams, -1, np.int32)
-    current = np.full(int(thread.max()) + 1 if len(thread) else 1, -1, np.int32)
-    works, head, tail = np.empty(len(stream) + 1, np.int32), 0, 0
-    pending_src, pending_kind = np.empty(capacity, np.int32), np.empty(capacity, np.uint8)
-    pending_stream, pending = np.empty(capacity, np.int32), 0
+    threads = int(thread.max()) + 1 if len(thread) else 1
+    used = np.full((threads, max(streams, 1)), -1, np.int64)
+    n, pending, head, tail, unresolved, swapped = 0, 0, 0, 0, 0, 0
     for i in range(len(meaning)):
-        what = meaning[i]
-        if what == _STREAM_WAIT:
-            to = upcoming[i]
+        if meaning[i] == _STREAM_WAIT and in_record[i] != 2:
+            before, to = pending, upcoming[i]
             if recorded_stream[i] >= 0:
                 if recorded_src[i] >= 0:
-                    pending_src[pending], pending_kind[pending] = recorded_src[i], _RECORDED
-                    pending_stream[pending] = recorded_stream[i]
-                    pending += 1
-            elif in_record[i] == 2:
-                pass  # inside the record of a launch: the entry rule covers it
+                    pending = _put(pend, pending, recorded_src[i], recorded_stream[i], _RECORDED, i)
             elif to >= 0 and head < tail:
-                at = head
-                if first_work[i] >= 0:
-                    for j in range(head, tail):
-                        if works[j] == first_work[i]:
-                            at = j
-                work = works[at]
-                for j in range(at, head, -1):
-                    works[j] = works[j - 1]
+                work = _take(works, head, tail, named_work[i])
                 head += 1
-                pending_src[pending], pending_stream[pending] = work, to
-                pending_kind[pending] = _WORK if in_record[i] == 1 else _FUTURE
-                pending += 1
+                pending = _put(pend, pending, work, to, _WORK if in_record[i] == 1 else _FUTURE, i)
             elif to >= 0 and in_record[i] == 0:
-                found = False
-                for other in range(streams):
-                    if other != to and last[other] >= 0 and not is_comm[last[other]]:
-                        pending_src[pending], pending_stream[pending] = last[other], to
-                        pending_kind[pending] = _CROSS
-                        pending += 1
-                        found = True
-                unresolved += not found
-            else:
-                unresolved += 1
+                for other in _recent(used[thread[i]], last, is_comm, to):
+                    pending = _put(pend, pending, last[other], to, _CROSS, i)
+            unresolved += pending == before
         for at in range(ptr[i], ptr[i + 1]):
             k = order[at]
-            s = stream[k]
+            s, by = stream[k], start[k] + CONTRADICTED_NS
             if is_comm[k]:
-                c = current[thread[i]]
-                if c >= 0 and last[c] >= 0 and c != s:
-                    src[n], dst[n], source[n] = last[c], k, _ENTRY
+                best, first = -1, -1
+                for t in _recent(used[thread[i]], last, is_comm, s):
+                    if best < 0:
+                        first = t
+                    if best < 0 or (end[last[best]] > by and end[last[t]] <= by):
+                        best = t
+                swapped += best != first
+                if best >= 0:
+                    src[n], dst[n], source[n] = last[best], k, _ENTRY
                     n += 1
                 works[tail] = k
                 tail += 1
-            left = 0
+            left, group = 0, -1
             for j in range(pending):
-                if pending_stream[j] == s and (pending_kind[j] == _RECORDED or not is_comm[k]):
-                    src[n], dst[n], source[n] = pending_src[j], k, pending_kind[j]
-                    n += 1
-                else:
-                    pending_src[left], pending_kind[left] = pending_src[j], pending_kind[j]
-                    pending_stream[left] = pending_stream[j]
+                if pend[j, 1] != s or (pend[j, 2] != _RECORDED and is_comm[k]):
+                    pend[left] = pend[j]
                     left += 1
+                    continue
+                work = pend[j, 0]
+                if pend[j, 2] == _WORK or pend[j, 2] == _FUTURE:
+                    work, head = _swap_refuted(works, head, tail, work, by, end)
+                    swapped += work != pend[j, 0]
+                if pend[j, 3] == group:
+                    if n > 0 and dst[n - 1] == k and end[src[n - 1]] > by and end[work] <= by:
+                        src[n - 1] = work
+                        swapped += 1
+                    continue
+                group = pend[j, 3]
+                if pend[j, 2] == _CROSS and not _any_in_time(pend, j, pending, end, by):
+                    unresolved += 1
+                    continue
+                src[n], dst[n], source[n] = work, k, pend[j, 2]
+                n += 1
             pending = left
             if not is_comm[k]:
-                current[thread[i]] = s
+                used[thread[i], s] = i
             last[s] = k
-    return src[:n], dst[:n], source[:n], n, unresolved
+    return src[:n], dst[:n], source[:n], swapped, unresolved
 
 
 def infer_streams(
@@ -214,19 +291,21 @@ def infer_streams(
     """
     _, thread = np.unique(calls.thread, return_inverse=True)
     thread = thread.astype(np.int32)
-    src, dst, source, _, unresolved = _walk(
+    src, dst, source, swapped, unresolved = _walk(
         calls.meaning,
         thread,
         next_stream(calls, kernels, thread),
         in_record,
         recorded_src,
         recorded_stream,
+        awaited_work,
         kernels.ptr,
         kernels.order,
         kernels.stream,
         kernels.is_comm,
+        kernels.start_ns,
+        kernels.end_ns,
         kernels.stream_count,
-        awaited_work,
     )
     slack = np.where(source == _RECORDED, 0, CONTRADICTED_NS)
     refuted = kernels.end_ns[src] > kernels.start_ns[dst] + slack
@@ -238,6 +317,7 @@ def infer_streams(
         np.bincount(source, minlength=count),
         np.bincount(source[refuted], minlength=count),
         unresolved,
+        swapped,
     )
 
 
@@ -256,14 +336,13 @@ def _walk_syncs(
     start: IntArray,
     end: IntArray,
     streams: int,
+    tolerance: int,
 ) -> tuple[Int32Array, Int32Array, ByteArray, BoolArray, IntArray, int, int]:
     c = len(meaning)
     status, is_sync = np.zeros(c, np.uint8), np.zeros(c, np.bool_)
     awaited = np.full(c, -1, np.int64)
-    syncs = 0
-    for i in range(c):
-        syncs += 1
-    src, dst = np.empty(syncs * max(streams, 1) + 1, np.int32), np.empty(syncs * max(streams, 1) + 1, np.int32)
+    room = c * max(streams, 1) + 1
+    src, dst = np.empty(room, np.int32), np.empty(room, np.int32)
     n, offered, contradicted = 0, 0, 0
     last = np.full(streams, -1, np.int32)
     current = np.full(int(thread.max()) + 1 if c else 1, -1, np.int32)
@@ -272,18 +351,18 @@ def _walk_syncs(
         what, s, e = meaning[i], call_start[i], call_end[i]
         if what == _COPY and ptr[i + 1] > ptr[i] and e - s > SHORT_CALL_NS:
             k = order[ptr[i]]
-            if is_copy[k] and end[k] <= e + 2000 and end[k] >= e - SYNC_TAIL_CAP_NS:
+            if is_copy[k] and end[k] <= e + max(2000, tolerance - 3000) and end[k] >= e - SYNC_TAIL_CAP_NS:
                 is_sync[i], status[i], awaited[i] = True, EXPLAINED, end[k]
                 src[n], dst[n] = k, i
                 n, offered = n + 1, offered + 1
-        elif what == _DEVICE_SYNC or what == _FREE:
+        elif what in (_DEVICE_SYNC, _FREE):
             is_sync[i] = True
             for t in range(streams):
                 k = last[t]
                 if k < 0:
                     continue
                 offered += 1
-                if end[k] > e + CONTRADICTED_NS:
+                if end[k] > e + tolerance:
                     contradicted += 1
                     continue
                 src[n], dst[n] = k, i
@@ -291,10 +370,10 @@ def _walk_syncs(
                 awaited[i] = max(awaited[i], end[k])
         elif what == _STREAM_SYNC:
             is_sync[i] = True
-            k = _awaited_stream(last, current[thread[i]], sync_stream[i], launched, top, stream, end, s, e)
+            k = _awaited_stream(last, current[thread[i]], sync_stream[i], end, s, e, tolerance)
             if k >= 0:
                 offered += 1
-                if end[k] > e + CONTRADICTED_NS:
+                if end[k] > e + tolerance:
                     contradicted += 1
                 else:
                     src[n], dst[n] = k, i
@@ -305,7 +384,7 @@ def _walk_syncs(
             k = -1
             for j in range(top - 1, max(-1, top - 401), -1):
                 x = launched[j]
-                if end[x] <= e + CONTRADICTED_NS and (k < 0 or end[x] > end[k]):
+                if end[x] <= e + tolerance and (k < 0 or end[x] > end[k]):
                     k = x
             if k >= 0:
                 offered += 1
@@ -336,12 +415,10 @@ def _awaited_stream(
     last: Int32Array,
     current: int,
     recorded: int,
-    launched: Int32Array,
-    top: int,
-    stream: Int32Array,
     end: IntArray,
     s: int,
     e: int,
+    tolerance: int,
 ) -> int:
     """The kernel that a stream synchronisation awaited: of the recorded stream, else of the one whose end fits best."""
     if recorded >= 0:
@@ -349,18 +426,24 @@ def _awaited_stream(
     mine = last[current] if current >= 0 else -1
     if e - s <= SHORT_CALL_NS:
         return mine
-    if mine >= 0 and s < end[mine] <= e + CONTRADICTED_NS and e - end[mine] <= SYNC_TAIL_CAP_NS:
+    if mine >= 0 and s < end[mine] <= e + tolerance and e - end[mine] <= SYNC_TAIL_CAP_NS:
         return mine
     best = -1
     for t in range(len(last)):
         k = last[t]
-        if k >= 0 and s < end[k] <= e + CONTRADICTED_NS and (best < 0 or end[k] > end[best]):
+        if k >= 0 and s < end[k] <= e + tolerance and (best < 0 or end[k] > end[best]):
             best = k
     return best if best >= 0 else mine
 
 
-def infer_syncs(calls: Calls, kernels: Kernels, sync_stream: Int32Array) -> SyncEdges:
-    """What each blocking call of one rank awaited; `sync_stream` int32[c] is the recorded stream, -1 where unknown."""
+def infer_syncs(
+    calls: Calls, kernels: Kernels, sync_stream: Int32Array, tolerance_ns: int = CONTRADICTED_NS
+) -> SyncEdges:
+    """What each blocking call of one rank awaited; `sync_stream` int32[c] is the recorded stream, -1 where unknown.
+
+    tolerance_ns: by how much work may end after the call that awaited it before that refutes the edge; device and host
+    clocks must agree to that.
+    """
     _, thread = np.unique(calls.thread, return_inverse=True)
     found = _walk_syncs(
         calls.meaning,
@@ -376,5 +459,6 @@ def infer_syncs(calls: Calls, kernels: Kernels, sync_stream: Int32Array) -> Sync
         kernels.start_ns,
         kernels.end_ns,
         kernels.stream_count,
+        tolerance_ns,
     )
     return SyncEdges(*found)

@@ -14,16 +14,16 @@ import numpy as np
 
 from scaletrace.errors import InputError
 from scaletrace.parse import clocks as clock_tools
-from scaletrace.parse import waits
-from scaletrace.parse.collectives import Table, join, match, members_of, rung_of, uses
+from scaletrace.parse.collectives import Table, join, match, members_of, uses
 from scaletrace.parse.completeness import check_completeness
-from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, IntArray
-from scaletrace.parse.groups import Groups, build_groups, name_axes, override_axes, said_by
+from scaletrace.parse.events import TIME_UNKNOWN
+from scaletrace.parse.finish import finish
+from scaletrace.parse.groups import build_groups, name_axes, override_axes, said_by
 from scaletrace.parse.health import Health
-from scaletrace.parse.job import SYNCHRONISING, Collectives, Group, Job, RankTrace
+from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from scaletrace.parse.match_pairs import pair_messages
-from scaletrace.parse.members import KIND, P2P
+from scaletrace.parse.members import KIND
 from scaletrace.parse.peek import Found, rank_value
 from scaletrace.parse.ranks import SEVERAL_HEADERS, Capture, choose, discover, rank_in_events
 from scaletrace.parse.reader import TraceFile, read_file
@@ -170,7 +170,7 @@ def assemble(
         health.unmatched["ranks whose clock can't be aligned"] += 1
         health.note(sentence)
     pair_messages(table, aligned.clocks, health)
-    collectives = _collectives(table, groups, ranks, aligned.clocks, health)
+    collectives = finish(table, groups, ranks, aligned.clocks, health)
     named = name_axes(groups.groups, uses(table, traces), world, health)
     return Job(
         tuple(traces),
@@ -205,86 +205,3 @@ def _synchronising(table: Table, traces: Sequence[RankTrace]) -> clock_tools.Ins
         table.end_ns[rows],
         table.on_device[rows].astype(np.bool_),
     )
-
-
-def _collectives(
-    table: Table,
-    groups: Groups,
-    ranks: Sequence[int],
-    clocks: Mapping[int, Any],
-    health: Health,
-) -> Collectives:
-    """The table in its final order and shape: instances by first start, members by rank, times on the job's clock."""
-    start = clock_tools.apply(clocks, table.rank, table.start_ns)
-    end = clock_tools.apply(clocks, table.rank, table.end_ns)
-    order = np.lexsort((table.rank, table.instance))
-    instance = table.instance[order]
-    first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]]) if len(order) else np.zeros(0, np.int64)
-    begun = np.minimum.reduceat(start[order], first) if len(first) else first
-    number = np.empty(len(first), np.int64)
-    number[np.argsort(begun, kind="stable")] = np.arange(len(first))
-    renumbered = np.empty(len(order), np.int64)
-    renumbered[order] = np.repeat(number, np.diff(np.r_[first, len(order)]))
-    order = np.lexsort((table.rank, renumbered))
-    instance = renumbered[order]
-    first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]]) if len(order) else np.zeros(0, np.int64)
-    size = np.diff(np.r_[first, len(order)])
-    matched = np.repeat(_full(table, order, first, size, groups.groups, ranks), size)
-    alone = np.repeat(size == 1, size) & ~_single(table, order, groups.groups, len(ranks))
-    comparable = clock_tools.comparable(clocks, table.rank)[order]
-    comparable = np.repeat(np.logical_and.reduceat(comparable, first), size) if len(first) else comparable
-    wait, transfer = waits.split(
-        first,
-        size,
-        table.rank[order],
-        table.kind[order],
-        table.root[order],
-        start[order],
-        end[order],
-        comparable,
-        alone | ~matched,
-    )
-    unmatched = int(np.sum(~matched))
-    if unmatched:
-        health.unmatched["members of collectives without all their partners"] += unmatched
-    take = {
-        name: getattr(table, name)[order]
-        for name in ("rank", "event", "host_event", "kind", "group", "seq", "bytes_in", "bytes_out")
-    }
-    return Collectives(
-        instance=instance,
-        start_ns=start[order],
-        end_ns=end[order],
-        wait_ns=wait,
-        transfer_ns=transfer,
-        matched=matched,
-        rung=rung_of(table),
-        unmatched=unmatched,
-        **take,
-    )
-
-
-def _full(
-    table: Table,
-    order: IntArray,
-    first: IntArray,
-    size: IntArray,
-    groups: Sequence[Group],
-    ranks: Sequence[int],
-) -> BoolArray:
-    """For each instance whether all members that are present in the job are in it."""
-    present = set(ranks)
-    expected = np.array([len(present.intersection(group.members)) for group in groups] + [len(ranks)], np.int64)
-    lead = order[first] if len(first) else order[:0]
-    need = expected[np.where(table.group[lead] >= 0, table.group[lead], len(groups))]
-    p2p = np.isin(table.kind[lead], list(P2P))
-    peers = np.isin(table.peer[lead], list(present))
-    need = np.where(p2p, np.where(peers, 2, 1), need)
-    return np.asarray(size >= need, np.bool_)
-
-
-def _single(table: Table, order: IntArray, groups: Sequence[Group], count: int) -> BoolArray:
-    """Members whose group holds nobody else."""
-    sizes = np.array([group.size for group in groups] + [count], np.int64)
-    lone = sizes[np.where(table.group[order] >= 0, table.group[order], len(groups))] == 1
-    return np.asarray(lone, np.bool_) & ~np.isin(table.kind[order], list(P2P))

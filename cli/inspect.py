@@ -1,0 +1,332 @@
+"""Turns a capture into one screen that says what is in it: ranks, steps, groups, collectives, clocks, health."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scaletrace.cli.common import document, exit_codes, out, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from scaletrace.parse.job import Job
+
+_ROWS = 6
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="Capture: a folder, a file or a glob.")],
+    capture: Annotated[
+        str | None, typer.Option(help="Which capture, where there are several (default: the newest complete one).")
+    ] = None,
+    rank_regex: Annotated[
+        str | None, typer.Option(help="How file names tell the rank, as r'rank(\\d+)', if the files do not.")
+    ] = None,
+    axes: Annotated[Path | None, typer.Option(help="YAML file that names the axes of process groups.")] = None,
+    pattern: Annotated[
+        list[str] | None, typer.Option(help="Regular expression of further kernels that communicate; repeatable.")
+    ] = None,
+    step: Annotated[
+        str | None, typer.Option(help="Regular expression of the annotation that marks a step, if not ProfilerStep.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse damaged files instead of repairing them.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code tells.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+) -> None:
+    """Say what is in a capture: ranks, steps, groups and axes, collectives, clocks, who waits for whom, health.
+
+    Example: scaletrace inspect runs/8gpu
+    """
+    with exit_codes(debug):
+        from scaletrace.parse.load import load
+
+        job = load(
+            path,
+            strict=strict,
+            rank_regex=rank_regex,
+            axes=axes,
+            capture=capture,
+            step_annotation=step,
+            patterns=tuple(pattern or ()),
+        )
+        answer = document("scaletrace.inspect/1", path, job.health.to_json(), **describe(job))
+        if json_:
+            print_json(answer)
+        elif not quiet:
+            show(answer)
+
+
+def describe(job: Job) -> dict[str, Any]:
+    """The parts of the JSON answer (docs/cli.md), as plain values."""
+    from scaletrace.parse.stragglers import straggler_summary
+
+    present = [trace.rank for trace in job.ranks]
+    expected = sorted({*range(job.world_size), *present})
+    if job.manifest.get("job", {}).get("fake_world"):
+        expected = present
+    steps: Counter[int] = Counter(step.number for trace in job.ranks for step in trace.steps if step.complete)
+    return {
+        "capture": job.capture,
+        "captures": {name: list(ranks) for name, ranks in job.captures.items()},
+        "backend": job.backend,
+        "hosts": sorted({trace.host for trace in job.ranks if trace.host}),
+        "ranks": {
+            "expected": len(expected),
+            "present": present,
+            "missing": [rank for rank in expected if rank not in set(present)],
+            "found_by": dict(Counter(trace.rank_rule for trace in job.ranks)),
+        },
+        "steps": sorted(steps),
+        "steps_not_on_every_rank": sorted(number for number, count in steps.items() if count < len(present)),
+        "groups": _groups(job),
+        "collectives": _collectives(job),
+        "clocks": {str(rank): _clock(clock) for rank, clock in job.clocks.items()},
+        "clock_residual_ns": _median(job.residual_ns),
+        "stragglers": [{name: getattr(share, name) for name in share.__slots__} for share in straggler_summary(job)],
+    }
+
+
+def _median(values: Any) -> int | None:
+    import numpy as np
+
+    return int(np.median(values)) if len(values) else None
+
+
+def _clock(clock: Any) -> dict[str, Any]:
+    from scaletrace.parse.clocks import UNBOUNDED
+
+    known = clock.high_ns < UNBOUNDED and clock.low_ns > -UNBOUNDED
+    return {
+        "offset_ns": clock.offset_ns if clock.source != "unaligned" else None,
+        "low_ns": clock.low_ns if known else None,
+        "high_ns": clock.high_ns if known else None,
+        "drift_ppm": clock.drift_ppm,
+        "source": clock.source,
+    }
+
+
+def _groups(job: Job) -> list[dict[str, Any]]:
+    """Groups of one shape as one entry; `count` says how many there are."""
+    shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in job.groups:
+        key = (group.axis, group.size, group.stride, group.description)
+        entry = shapes.setdefault(
+            key,
+            {
+                "axis": group.axis,
+                "size": group.size,
+                "stride": group.stride,
+                "description": group.description,
+                "confidence": group.confidence,
+                "count": 0,
+            },
+        )
+        entry["count"] += 1
+        entry["confidence"] = min(entry["confidence"], group.confidence)
+    return list(shapes.values())
+
+
+def _collectives(job: Job) -> dict[str, Any]:
+    import numpy as np
+
+    from scaletrace.parse.job import KINDS
+    from scaletrace.parse.waits import instances_of
+
+    each = instances_of(job)
+    c = job.collectives
+    full = np.zeros(len(each), np.bool_)
+    full[c.instance[c.matched]] = True
+    axis = [job.groups[g].axis if g >= 0 else "" for g in each.group.tolist()]
+    size = [job.groups[g].size if g >= 0 else 0 for g in each.group.tolist()]
+    rows: dict[tuple[Any, ...], list[int]] = {}
+    for i, key in enumerate(zip(axis, each.kind.tolist(), size, each.bytes.tolist(), strict=True)):
+        if full[i]:
+            rows.setdefault(key, []).append(i)
+    listed = []
+    for (name, kind, members, moved), at in rows.items():
+        known = each.transfer_ns[at] >= 0
+        rate = each.busbw_Bps[at]
+        rate = rate[np.isfinite(rate)]
+        listed.append(
+            {
+                "axis": name,
+                "kind": KINDS[kind],
+                "group_size": members,
+                "bytes": moved if moved >= 0 else None,
+                "count": len(at),
+                "wait_ns": int(each.wait_ns[at].sum()),
+                "transfer_ns": int(each.transfer_ns[at][known].sum()) if known.any() else None,
+                "busbw_Bps": float(np.median(rate)) if len(rate) else None,
+            }
+        )
+    listed.sort(key=lambda row: -((row["transfer_ns"] or 0) + row["wait_ns"]))
+    late = Counter(each.late_rank[full & (each.late_rank >= 0)].tolist())
+    return {
+        "matched": int(full.sum()),
+        "unmatched": int((~full).sum()),
+        "unmatched_members": c.unmatched,
+        "rung": c.rung,
+        "late_rank_counts": {str(rank): count for rank, count in late.most_common()},
+        "by_kind": listed,
+    }
+
+
+def show(answer: dict[str, Any]) -> None:
+    """The answer as one screen of 80 columns."""
+    from rich.markup import escape
+
+    ranks, collectives = answer["ranks"], answer["collectives"]
+    missing = f", missing {_few(ranks['missing'])}" if ranks["missing"] else ""
+    rules = ", ".join(ranks["found_by"])
+    out.print(f"[bold]{escape(_plain(answer['input']))}[/]", soft_wrap=True)
+    out.print(f"ranks    {len(ranks['present'])} of {ranks['expected']}{missing} (from {escape(rules)})")
+    steps = _few(answer["steps"]) if answer["steps"] else "none marked; the whole window counts"
+    hosts = f", {len(answer['hosts'])} host{'s' if len(answer['hosts']) != 1 else ''}" if answer["hosts"] else ""
+    out.print(f"steps    {steps}    backend {answer['backend'] or 'not stated'}{hosts}")
+    if len(answer["captures"]) > 1:
+        names = ", ".join(answer["captures"])
+        out.print(f"captures {escape(_plain(names))}; this is {escape(_plain(answer['capture']))}")
+    rung = f" by {collectives['rung']}" if collectives["rung"] else ""
+    out.print(f"matched  {collectives['matched']} collectives{rung}, {collectives['unmatched']} not on all their ranks")
+    out.print(f"clocks   {_clock_line(answer)}")
+    for table in (_group_table(answer), _kind_table(answer), _rank_table(answer), _health_table(answer)):
+        if table.row_count:
+            out.print(table)
+    for note in answer["health"]["notes"][:_ROWS]:
+        out.print(f"- {escape(_plain(note))}")
+    if len(answer["health"]["notes"]) > _ROWS:
+        out.print(f"- and {len(answer['health']['notes']) - _ROWS} more notes (--json shows all)")
+
+
+def _plain(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _few(numbers: list[int]) -> str:
+    """Numbers as ranges: 0-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(shown[:_ROWS]) + (", …" if len(shown) > _ROWS else "")
+
+
+def _time(ns: int | None) -> str:
+    if ns is None:
+        return "?"
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if abs(ns) >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns} ns"
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return "?"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def _clock_line(answer: dict[str, Any]) -> str:
+    clocks = answer["clocks"].values()
+    sources = ", ".join(f"{count} {source}" for source, count in Counter(c["source"] for c in clocks).most_common())
+    offsets = [c["offset_ns"] for c in clocks if c["offset_ns"] is not None]
+    widths = [(c["high_ns"] - c["low_ns"]) / 2 for c in clocks if c["low_ns"] is not None]
+    line = f"{sources}; offsets {_time(min(offsets))} to {_time(max(offsets))}" if offsets else sources
+    if widths and max(widths) > 0:
+        line += f" ±{_time(round(max(widths)))}"
+    residual = answer["clock_residual_ns"]
+    return f"{line}, ends within {_time(residual)}" if residual is not None else line
+
+
+def _table(*columns: tuple[str, bool]) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False, show_edge=False, width=80)
+    for name, right in columns:
+        table.add_column(name, justify="right" if right else "left", overflow="ellipsis", no_wrap=True)
+    return table
+
+
+def _group_table(answer: dict[str, Any]) -> Table:
+    from rich.markup import escape
+
+    table = _table(
+        ("axis", False), ("groups", True), ("size", True), ("stride", True), ("sure", True), ("description", False)
+    )
+    for group in [group for group in answer["groups"] if group["size"] > 1][:_ROWS]:
+        table.add_row(
+            group["axis"] or "?",
+            str(group["count"]),
+            str(group["size"]),
+            str(group["stride"]) if group["stride"] >= 0 else "irregular",
+            f"{group['confidence']:.0%}",
+            escape(_plain(group["description"])),
+        )
+    return table
+
+
+def _kind_table(answer: dict[str, Any]) -> Table:
+    table = _table(
+        ("collective", False),
+        ("axis", False),
+        ("bytes", True),
+        ("count", True),
+        ("waiting", True),
+        ("transfer", True),
+        ("bus GB/s", True),
+    )
+    for row in answer["collectives"]["by_kind"][:_ROWS]:
+        rate = row["busbw_Bps"]
+        table.add_row(
+            row["kind"],
+            row["axis"] or "?",
+            _bytes(row["bytes"]),
+            str(row["count"]),
+            _time(row["wait_ns"]),
+            _time(row["transfer_ns"]),
+            f"{rate / 1e9:.3g}" if rate is not None else "?",
+        )
+    return table
+
+
+def _rank_table(answer: dict[str, Any]) -> Table:
+    table = _table(
+        ("rank", True), ("holds others up", True), ("waits itself", True), ("computes", True), ("verdict", False)
+    )
+    shares = answer["stragglers"]
+    if len(shares) < 2 or not any(share["waited_ns"] for share in shares):
+        return table
+    named = [share for share in shares if share["cause"]]
+    for share in (named + [share for share in shares if not share["cause"]])[: max(len(named), 3)][:_ROWS]:
+        table.add_row(
+            str(share["rank"]),
+            f"{_time(share['delay_ns'])}/step",
+            f"{_time(share['waited_ns'])}/step",
+            f"{_time(share['compute_ns'])}/step",
+            share["cause"] or "-",
+        )
+    return table
+
+
+def _health_table(answer: dict[str, Any]) -> Table:
+    from rich.markup import escape
+
+    table = _table(("health", False), ("count", True), ("what", False))
+    table.columns[2].ratio = 1
+    for kind in ("repaired", "clipped", "dropped", "guessed", "unmatched"):
+        for reason, count in answer["health"][kind].items():
+            if count:
+                table.add_row(kind, f"{count:,}", escape(_plain(reason)))
+    return table

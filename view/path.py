@@ -61,8 +61,9 @@ def path_of(path: CriticalPath) -> Path:
         f"rank {rank}: {graph.names[name]}" for rank, name in zip(*divmod(known, max(len(graph.names), 1)), strict=True)
     ]
     label = _codes(shown, texts)[place] if len(known) else np.zeros(0, np.int64)
-    start = path.timeline.start_ns[nodes]
-    begin, end = _between(start - path.gap_ns, start), _between(start, start + path.own_ns)
+    # Laid end to end, since a node of the path may start before its predecessor ends (a negative lag).
+    end = path.timeline.origin_ns + np.maximum.accumulate(np.cumsum(_between(path.gap_ns, path.own_ns)))
+    begin = np.concatenate([np.full(min(len(end), 1), path.timeline.origin_ns, np.int64), end[:-1]])
     kept = np.flatnonzero(end > begin)
     columns = (begin, end, _between(gaps, label), _between(gaps, what), _between(why, why))
     node = _between(np.full(len(nodes), -1, np.int64), nodes)

@@ -7,7 +7,7 @@ import textwrap
 
 import numpy as np
 
-from scaletrace.parse.graph import EdgeKind, GraphLane, Measured, NodeKind
+from scaletrace.parse.graph import NO_RELEASE, EdgeKind, GraphLane, Measured, NodeKind
 from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.engine import replay
 from scaletrace.view.path import Path, path_of
@@ -107,6 +107,20 @@ def test_gaps_of_the_critical_path_are_pieces_with_a_reason() -> None:
 
     expected = "slice 1 5..12 gap: launch latency (critical path) what=gap: launch latency why=after launch latency"
     assert expected == next(line for line in lines if "5..12" in line)
+
+
+def test_pieces_of_the_path_never_overlap() -> None:
+    """Where a node starts before its predecessor ends, the pieces still lie end to end over the whole length."""
+    graph = make_graph(
+        [GraphLane(0, "stream 7", True)],
+        [Node(NodeKind.KERNEL, 0, name, 20, release_ns=100 if name == "a" else NO_RELEASE) for name in "abc"],
+        [(0, 1, EdgeKind.STREAM), (1, 2, EdgeKind.STREAM)],
+    )
+    graph.lag_ns[:] = (-5, 3)
+    path = path_of(critical_path(replay(graph)))
+
+    expected = [(100, 115), (115, 135), (135, 138), (138, 158)]
+    assert expected == list(zip(path.start_ns.tolist(), path.end_ns.tolist(), strict=True))
 
 
 def test_measured_lanes_stand_beside_the_replayed_ones() -> None:

@@ -240,7 +240,9 @@ class Walker:
         start = buf.offset
         while True:
             raw = buf.text(buf.at, buf.end)
-            match = re.search(rb'\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id)"\s*:|\]', raw)
+            match = salvage.NEXT_EVENT.search(raw)
+            if match and match[0][:1] == b"]" and match[0][-1:] != b":" and not buf.final:
+                match = None
             if match or not buf.more():
                 break
             self._bounded("the text between two events")

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+KINDS = ("repaired", "clipped", "dropped", "guessed", "unmatched")
+
+
 @dataclass(slots=True)
 class Health:
     """Counts by reason, in five kinds, and sentences for a reader.
@@ -29,7 +32,7 @@ class Health:
 
     def add(self, other: Health) -> None:
         """Fold the counts and notes of `other` into this one."""
-        for kind in ("repaired", "clipped", "dropped", "guessed", "unmatched"):
+        for kind in KINDS:
             getattr(self, kind).update(getattr(other, kind))
         for sentence in other.notes:
             self.note(sentence)
@@ -38,10 +41,20 @@ class Health:
     def clean(self) -> bool:
         return not (self.repaired or self.clipped or self.dropped or self.guessed or self.unmatched or self.notes)
 
+    def rows(self) -> list[tuple[str, str, int]]:
+        """(kind, reason, count) of everything that was counted, the largest of each kind first."""
+        return [
+            (kind, reason, count)
+            for kind in KINDS
+            for reason, count in sorted(getattr(self, kind).items(), key=lambda item: (-item[1], item[0]))
+        ]
+
+    def to_text(self) -> str:
+        """A short table of the counts and then the notes; "nothing to report" where the trace was clean."""
+        lines = [f"{kind:<10}{count:>10,}  {reason}" for kind, reason, count in self.rows()]
+        return "\n".join([*lines, *(f"note: {sentence}" for sentence in self.notes)]) or "nothing to report"
+
     def to_json(self) -> dict[str, Any]:
         """The `health` object of every JSON answer (docs/cli.md)."""
-        counts = {
-            kind: dict(sorted(getattr(self, kind).items()))
-            for kind in ("repaired", "clipped", "dropped", "guessed", "unmatched")
-        }
+        counts = {kind: dict(sorted(getattr(self, kind).items())) for kind in KINDS}
         return {**counts, "notes": list(self.notes)}

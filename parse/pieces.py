@@ -7,12 +7,18 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 from scaletrace.errors import CorruptTraceError, InputError, LimitError
 from scaletrace.parse.limits import Limits
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+class _Inflater(Protocol):
+    """The part of zlib's decompressor that is used."""
+
+    def decompress(self, data: bytes, max_length: int = 0, /) -> bytes: ...
 
 
 class Damage:
@@ -103,10 +109,12 @@ def _gunzip(stream: IO[bytes], head: bytes, limits: Limits, damage: Damage) -> I
     raw_bytes, data = len(head), head
     member = zlib.decompressobj(31)
     while True:
+        before = member.copy()
         try:
             out = member.decompress(data, limits.piece_bytes)
         except zlib.error as error:
             damage.reason = f"gzip data damaged ({error})"
+            yield raw_bytes, _prefix(before, data, limits.piece_bytes)
             return
         yield raw_bytes, out
         data = member.unconsumed_tail
@@ -126,6 +134,21 @@ def _gunzip(stream: IO[bytes], head: bytes, limits: Limits, damage: Damage) -> I
                     return
                 if finished:
                     return
+
+
+def _prefix(member: _Inflater, data: bytes, limit: int) -> bytes:
+    """What can be decompressed of damaged data before the damage."""
+    parts: list[bytes] = []
+    total = 0
+    try:
+        for at in range(len(data)):
+            parts.append(member.decompress(data[at : at + 1], limit))
+            total += len(parts[-1])
+            if total > limit:
+                break
+    except zlib.error:
+        pass  # the caller has noted the damage
+    return b"".join(parts)
 
 
 def _unzstd(stream: IO[bytes], head: bytes, limits: Limits, damage: Damage) -> Iterator[tuple[int, bytes]]:

@@ -20,6 +20,10 @@ HEADER_KEYS = (
     "INFO|WARNING|ERROR|username|nccl_version"
 )
 LIST_END = re.compile(rb'\}\s*\]\s*(?:,\s*"(?:' + HEADER_KEYS.encode() + rb')"\s*:|\}?\s*\Z)')
+NEXT_EVENT = re.compile(
+    rb'\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id)"\s*:|\]\s*(?:,\s*"(?:' + HEADER_KEYS.encode() + rb')"\s*:|\}?\s*\Z)'
+)
+"""Where to go on after text that is no event: the next event's brace, or the bracket that ends the list."""
 OTHER_WRITER = re.compile(rb'"(?:schemaVersion|deviceProperties|baseTimeNanoseconds|traceEvents|distributedInfo)"\s*:')
 
 QUOTES, BARE, EMPTY, COMMAS, KEY_QUOTE, CONTROL = (
@@ -38,7 +42,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?=\s*[,}\]])"
 _BARE = re.compile(r'[^\s,"{}\[\]][^,"{}\[\]\n]*')
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _CLOSES_VALUE = re.compile(r'\s*(?:\}|\]|,\s*(?:"|[\]}\-\d{\[]|true|false|null|$)|$)')
-_NEXT_KEY = re.compile(r'\s*(?:\}|$|,\s*"[^"\n]{1,80}"\s*:)')
+_NEXT_KEY = re.compile(r'\s*(?:\}|$|,\s*"[^"\n]{1,80}"\s*:|\s"(?:ph|cat|name|pid|tid|ts|dur|args|id|bp|s)"\s*:)')
 _MAX_DEPTH = 64
 
 

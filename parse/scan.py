@@ -10,7 +10,7 @@ import numpy as np
 
 from scaletrace.jit import jit
 from scaletrace.parse.events import ByteArray, IntArray
-from scaletrace.parse.scan_keys import INT, KEY_SLOTS, LABELS_KEY, NAME_KEY, REAL, TEXT
+from scaletrace.parse.scan_keys import INT, KEY_SLOTS, LABEL, REAL, TEXT
 from scaletrace.parse.scan_state import (
     ARG_AT,
     ARG_CAP,
@@ -254,14 +254,15 @@ def _mix(key: int, value: np.uint64) -> np.uint64:
 def _argument(buf: ByteArray, i: int, end: int, key: int, st: IntArray, mem: ByteArray) -> int:
     """Read the wanted argument `key`, whose value starts at `i`; position after it or a stop code."""
     kind = st[KEYS_AT + 3 * KEY_SLOTS + key]
-    if kind == TEXT:
+    if kind in (TEXT, LABEL):
         after, code = _text(buf, i, end, st, mem)
         if after < 0 or code == MISSING:
             return after
         if code < 0:
             return code
-        if key in (NAME_KEY, LABELS_KEY):
+        if kind == LABEL:
             st[META] = code
+            return after
         tag, value, hashed = TAG_TEXT, code, np.uint64(st[st[TEXT_AT] + 3 * code + 2])
     else:
         if kind == INT:
@@ -372,6 +373,14 @@ def _value(buf: ByteArray, i: int, end: int, key: int, st: IntArray, mem: ByteAr
 
 
 @jit
+def _is_header_key(buf: ByteArray, i: int) -> bool:
+    """Whether a key of 11 or 13 bytes at `i` is "traceEvents" or "schemaVersion": another document's header."""
+    if buf[i + 1] == 114:
+        return bool(buf[i] == 116 and buf[i + 4] == 101 and buf[i + 5] == 69 and buf[i + 10] == 115)
+    return bool(buf[i] == 115 and buf[i + 1] == 99 and buf[i + 6] == 86 and buf[i + 12] == 110)
+
+
+@jit
 def _event(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> int:
     """Read the object whose brace stands at `i` as the event at hand; position after it or a stop code."""
     for k in range(PENDING + 8):
@@ -392,7 +401,11 @@ def _event(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> in
             st[WHERE] = i
             return BAD
         key = 0
-        if close - i <= 5:
+        if close - i == 12 or close - i == 14:
+            if _is_header_key(buf, i + 1):
+                st[WHERE] = i
+                return BAD
+        elif close - i <= 5:
             for k in range(i + 1, close):
                 key = key << 8 | I64(buf[k])
         i = space(buf, close + 1)

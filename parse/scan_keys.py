@@ -9,8 +9,11 @@ import numpy as np
 
 from scaletrace.parse.events import IntArray
 
-INT, REAL, TEXT, PRODUCT = 0, 1, 2, 3
-"""How a wanted argument is stored: integer (also from "17", true, 2.0), float64, text or JSON, product of a list."""
+INT, REAL, TEXT, PRODUCT, LABEL = 0, 1, 2, 3, 4
+"""How a wanted argument is stored: integer (also from "17", true, 2.0), float64, text or JSON, product of a list.
+
+LABEL: a text that names a process or thread in a metadata record, kept for those only.
+"""
 
 DENSE = ("correlation", "External id", "stream", "device")
 """Arguments with a column of their own in Events; their key numbers are their positions here."""
@@ -29,7 +32,7 @@ _TEXTS = """
 Collective name|dtype|In split size|Out split size
 Process Group Name|Process Group Description|Process Group Ranks
 Input Dims|Input type|Concrete Inputs|cuda_sync_kind|kind|kernel|kernel_backend|direction|channel_type
-executable_name|Module Hierarchy|sycl queue|l0 queue|name|labels
+executable_name|Module Hierarchy|sycl queue|l0 queue
 """
 _PRODUCTS = {"grid": "grid_size", "block": "block_size"}
 _OLDER_NAMES = {"external id": "External id", "Profiler Event Index": "Ev Idx", "Backend": "kernel_backend"}
@@ -45,9 +48,9 @@ KINDS: dict[str, int] = {
     **dict.fromkeys(_names(_REALS), REAL),
     **dict.fromkeys(_names(_TEXTS), TEXT),
     **dict.fromkeys(_PRODUCTS.values(), PRODUCT),
+    **dict.fromkeys(("name", "labels"), LABEL),
 }
 NAMES = tuple(KINDS)
-NAME_KEY, LABELS_KEY = NAMES.index("name"), NAMES.index("labels")
 
 
 KEY_SLOTS = 512

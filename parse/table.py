@@ -25,10 +25,9 @@ from scaletrace.parse.events import (
 from scaletrace.parse.health import Health
 from scaletrace.parse.rawtable import RawTable
 from scaletrace.parse.scan import MISSING, TAG_TEXT, TAG_UINT
-from scaletrace.parse.scan_keys import KINDS, LABELS_KEY, NAME_KEY, NAMES, REAL, TEXT
+from scaletrace.parse.scan_keys import KINDS, NAMES, REAL, TEXT
 from scaletrace.parse.scan_state import texts_of
 
-_META_ONLY = (NAME_KEY, LABELS_KEY)
 _WINDOW_END = b"Record Window End"
 
 
@@ -42,7 +41,7 @@ def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArr
     names, cats, lanes = (table.take(column) for column in ("name", "cat", "lane"))
     others = table.take_others()
     meta, flows = others[others[:, 0] == ord("M")], others[others[:, 0] != ord("M")]
-    raw_args = {number: table.take_arg(number) for number in range(len(NAMES)) if number not in _META_ONLY}
+    raw_args = {number: table.take_arg(number) for number in range(len(NAMES))}
     ts = tidy.mark_unknown(ts, health)
     dur = tidy.clip(ph, ts, dur, _window_end(table, ph, names), health)
     ts = np.where(ts == TIME_UNKNOWN, ts, ts + base_ns)

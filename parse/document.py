@@ -52,12 +52,12 @@ class Walker:
 
     def run(self) -> Document:
         """Walk the whole document."""
+        self._refuse_other_formats()
         first = self._peek()
         if first == 0xEF and self._buf.text(self._buf.at, self._buf.at + 3) == b"\xef\xbb\xbf":
             self._imperfect("byte order marks", "a byte order mark", self._buf.offset)
             self._buf.at += 3
             first = self._peek()
-        self._refuse_other_formats()
         self._buf.at += 1
         if first == ord("["):
             self._doc.list_at_root = self._doc.has_events = True

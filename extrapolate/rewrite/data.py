@@ -74,12 +74,13 @@ def _group(group: GraphGroup, old: Layout, new: Layout) -> GraphGroup:
         return replace(group, size=new.ranks)
     size = round(group.size * getattr(new, axis) / getattr(old, axis))
     stride = group.stride
-    if stride > 0:
-        inner = 1.0
-        for other in DATA_AXES:
-            if other != axis and getattr(old, other) > 1 and stride >= getattr(old, other):
-                inner *= getattr(new, other) / getattr(old, other)
-        stride = max(1, round(stride * inner))
+    if stride == old.span(axis).stride or group.size == 1:
+        stride = new.span(axis).stride
+    elif stride > 0:
+        # A group that doesn't follow the usual order of axes: whatever grew inside its stride moves it apart.
+        inner = [other for other in DATA_AXES if other != axis and 1 < getattr(old, other) <= stride]
+        for other in inner:
+            stride = max(1, round(stride * getattr(new, other) / getattr(old, other)))
     return replace(group, size=max(1, size), stride=stride)
 
 

@@ -1,0 +1,112 @@
+"""Costs of collectives: the tuner's form, tiers, NICs of a group, gloo, and how they grow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletrace.errors import UsageError
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.costs import FAMILY, Provenance, collective_seconds
+
+H100 = Cluster.load("dgx_h100")
+ETHERNET = Cluster.load("gloo_1g")
+MIB = 1 << 20
+
+
+def test_an_all_gather_over_a_thousand_ranks_costs_the_tuners_latency() -> None:
+    """8.4 + 896 · 3.4 + 127 · 14 µs of latency, and 63/64 of the bytes over 384 GB/s capped by NVLink's 360."""
+    cost = collective_seconds("all_gather", 64 * MIB, 1024, H100)
+
+    assert pytest.approx((8.4 + 896 * 3.4 + 127 * 14) * 1e-6) == cost.alpha_s
+    assert pytest.approx(64 * MIB * 1023 / 1024 / 360e9) == cost.beta_s
+    assert ("ring", Provenance.PRIOR) == (cost.algorithm, cost.provenance)
+
+
+def test_a_group_owns_as_many_nics_as_it_has_members_in_a_node() -> None:
+    """Large all-gathers run at k · 48 GB/s, where k members share a node, and never faster than NVLink."""
+    big = 64 << 30
+    rates = [
+        big * (n - 1) / n / collective_seconds("all_gather", big, n, H100, stride=stride).beta_s / 1e9
+        for n, stride in ((128, 8), (128, 4), (128, 1))
+    ]
+
+    assert [48.0, 96.0, 360.0] == [round(rate, 3) for rate in rates]
+
+
+def test_fewer_nics_than_members_bind_the_group() -> None:
+    """A ring with one channel uses one NIC a node, however many ranks it has there."""
+    one = collective_seconds("all_gather", 1 << 34, 384, H100, nics=1)
+
+    assert pytest.approx((1 << 34) * 383 / 384 / 48e9) == one.beta_s
+
+
+def test_oversubscription_of_the_spine_binds_only_groups_that_cross_it() -> None:
+    """With 1 : 16 above leaves of 256, a strided group of 512 slows down, one inside a leaf does not."""
+    thin = H100.with_tier(2, oversubscription=64.0)
+    inside, across = (collective_seconds("all_gather", 1 << 34, n, thin, stride=8).beta_s for n in (32, 64))
+    free = collective_seconds("all_gather", 1 << 34, 64, H100, stride=8).beta_s
+
+    assert pytest.approx(free, rel=0.02) == inside
+    assert pytest.approx(2 * free) == across
+
+
+def test_small_all_reduces_take_the_tree_and_large_ones_in_a_node_the_switch() -> None:
+    """NVLink SHARP wins for large vectors on Hopper nodes, and only where the cluster has it."""
+    names = [
+        collective_seconds("all_reduce", size, n, cluster).algorithm
+        for size, n, cluster in (
+            (1 << 30, 8, H100),
+            (1 << 30, 8, replace(H100, nvls=False)),
+            (1 << 30, 4, H100),
+            (64 * MIB, 4096, replace(H100, nvls=False)),
+        )
+    ]
+
+    assert ["nvls", "ring", "ring", "tree"] == names
+
+
+def test_constants_follow_the_nccl_version() -> None:
+    """The network hop of rings was 9.6 µs before 2.12, 28 in 2.12, 14 since 2.18."""
+    latency = [
+        collective_seconds("all_gather", 64 * MIB, 512, replace(H100, nccl_version=version)).alpha_s * 1e6
+        for version in ("2.8", "2.12", "2.18.3", "2.30")
+    ]
+
+    assert [8.4 + 448 * 3.4 + 63 * hop for hop in (9.6, 28, 14, 14)] == [pytest.approx(value) for value in latency]
+
+
+def test_gloo_rings_move_twice_the_vector_over_one_link() -> None:
+    """2 (n-1) steps of latency and 2 (n-1)/n of the bytes; a reduce-scatter is an all-reduce there."""
+    cost = collective_seconds("all_reduce", 4 * MIB, 4, ETHERNET)
+
+    assert pytest.approx(6 * 30e-6) == cost.alpha_s
+    assert pytest.approx(1.5 * 4 * MIB / (0.125e9 * 0.94)) == cost.beta_s
+    assert cost.seconds == collective_seconds("reduce_scatter", 4 * MIB, 4, ETHERNET).seconds
+
+
+def test_one_rank_costs_nothing_and_an_unknown_kind_is_refused() -> None:
+    """A group of one moves nothing; a custom operation has no model."""
+    assert 0.0 == collective_seconds("all_reduce", MIB, 1, H100).seconds
+    with pytest.raises(UsageError, match="'custom'"):
+        collective_seconds("custom", MIB, 8, H100)
+
+
+@given(
+    kind=st.sampled_from(sorted(FAMILY)),
+    size=st.integers(1, 1 << 36),
+    nodes=st.integers(0, 12),
+    name=st.sampled_from(["dgx_h100", "dgx_a100", "gb200_nvl72", "gloo_10g", "aws_p4d"]),
+)
+def test_more_ranks_or_more_bytes_never_cost_less(kind: str, size: int, nodes: int, name: str) -> None:
+    """Doubling the ranks (whole nodes) or the bytes of a collective doesn't make it faster."""
+    cluster = Cluster.load(name)
+    ranks = cluster.node_size << nodes
+    base = collective_seconds(kind, size, ranks, cluster).seconds
+
+    assert base <= collective_seconds(kind, size, 2 * ranks, cluster).seconds * (1 + 1e-12)
+    if size not in range(MIB // 2, MIB + 1):
+        assert base <= collective_seconds(kind, 2 * size, ranks, cluster).seconds * (1 + 1e-12)

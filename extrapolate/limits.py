@@ -162,7 +162,7 @@ def batch_seconds(machine: Machine, training: Training, flop: float, degrees: Fl
 
     Per phase the slowest of compute, memory and network counts; the collectives' latencies add to it.
     """
-    pp, dp, hidden, residual, micro = degrees
+    pp, micro = degrees[0], degrees[4]
     step, reduction = _layer_resources(machine, training, flop, degrees)
     layers = 2 * training.blocks(flop)
     boundary = (step + reduction).max(0)

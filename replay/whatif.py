@@ -253,7 +253,7 @@ def latencies(graph: Graph, notes: list[str]) -> IntArray:
             continue
         least = np.array([time[size == s].min() for s in sizes], np.float64)
         slope, intercept = np.polyfit(sizes.astype(np.float64), least, 1)
-        out[at] = int(np.clip(intercept if slope > 0 else least.min(), 0, least.min()))
+        out[at] = round(float(np.clip(intercept if slope > 0 else least.min(), 0, least.min())))
     if single:
         notes.append(f"{single} kinds of collective have one payload size: their whole transfer counts as bandwidth")
     return out

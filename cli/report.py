@@ -31,9 +31,9 @@ def report(
 
         answers = [read_answer(path) for path in paths]
         try:
-            page = write_report(output, *answers, title=title)
+            page = write_report(output, answers, title)
             kinds = [kind.strip() for kind in formats.split(",") if kind.strip()]
-            files = write_plots(plots, *answers, formats=kinds) if plots is not None else []
+            files = write_plots(plots, answers, kinds) if plots is not None else []
         except OSError as error:
             raise InputError(f"{error.filename}: can't be written ({error.strerror})") from error
         if as_json:

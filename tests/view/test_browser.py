@@ -140,7 +140,7 @@ def test_the_report_opens_from_disk_without_errors_or_requests(
     page: Page, tmp_path: Path, name: str, width: int, height: int, phone: bool, dark: bool
 ) -> None:
     """Nothing is fetched, nothing is logged, nothing is wider than the screen, and dark readers get a dark page."""
-    report = write_report(tmp_path / "r.html", curve_answer(), replay_answer(), replay_answer(HOSTILE, ranks=64))
+    report = write_report(tmp_path / "r.html", [curve_answer(), replay_answer(), replay_answer(HOSTILE, ranks=64)])
     page.size(width, height, phone, dark)
     page.open(report.path.as_uri())
     page.wait_for("document.readyState === 'complete' && document.querySelectorAll('svg.plot').length")
@@ -162,7 +162,7 @@ def test_the_report_opens_from_disk_without_errors_or_requests(
 
 def test_the_report_can_be_used_by_keyboard(page: Page, tmp_path: Path) -> None:
     """Tab reaches the skip link, the sections, the points of a plot and the numbers, and Enter opens the numbers."""
-    report = write_report(tmp_path / "r.html", curve_answer())
+    report = write_report(tmp_path / "r.html", [curve_answer()])
     page.size(1280, 900)
     page.open(report.path.as_uri())
     page.wait_for("document.readyState === 'complete' && document.querySelectorAll('svg.plot').length")

@@ -50,7 +50,7 @@ def read(path: Path) -> Reader:
 
 def test_every_answer_becomes_a_section_with_its_plots(tmp_path: Path) -> None:
     """Scaling comes first, then the replay, then where the numbers come from."""
-    page = write_report(tmp_path / "r.html", replay_answer(), curve_answer())
+    page = write_report(tmp_path / "r.html", [replay_answer(), curve_answer()])
 
     expected = [
         "Scaling",
@@ -72,7 +72,7 @@ def test_every_answer_becomes_a_section_with_its_plots(tmp_path: Path) -> None:
 
 def test_the_page_loads_and_runs_nothing(tmp_path: Path) -> None:
     """No script, no event handler, no address but data and anchors, and a policy that forbids the rest."""
-    page = read(write_report(tmp_path / "r.html", replay_answer(), curve_answer()).path)
+    page = read(write_report(tmp_path / "r.html", [replay_answer(), curve_answer()]).path)
     targets = [value or "" for key, value in page.attributes if key in ("href", "src", "action", "data")]
 
     assert "script" not in page.tags
@@ -83,8 +83,8 @@ def test_the_page_loads_and_runs_nothing(tmp_path: Path) -> None:
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     """Names of axes, kernels, lanes, inputs and notes can't add an element or an attribute, however long they are."""
-    hostile = write_report(tmp_path / "h.html", replay_answer(HOSTILE), curve_answer(HOSTILE))
-    plain = write_report(tmp_path / "p.html", replay_answer("x"), curve_answer("x"))
+    hostile = write_report(tmp_path / "h.html", [replay_answer(HOSTILE), curve_answer(HOSTILE)])
+    plain = write_report(tmp_path / "p.html", [replay_answer("x"), curve_answer("x")])
     pages = [read(hostile.path), read(plain.path)]
     text = hostile.path.read_text(encoding="utf-8")
 
@@ -96,7 +96,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 
 def test_numbers_can_be_downloaded_as_csv(tmp_path: Path) -> None:
     """Each plot has a link that holds its numbers, unrounded."""
-    page = read(write_report(tmp_path / "r.html", curve_answer()).path)
+    page = read(write_report(tmp_path / "r.html", [curve_answer()]).path)
     links = [unquote(value or "") for key, value in page.attributes if key == "href"]
     table = next(link for link in links if link.startswith("data:text/csv") and "MFU" in link).split(",", 1)[1]
     rows = list(csv.DictReader(io.StringIO(table)))
@@ -139,7 +139,7 @@ def test_text_is_escaped_once_in_elements_and_attributes() -> None:
 )
 def test_answers_that_lack_parts_still_make_a_page(tmp_path: Path, broken: dict[str, Any]) -> None:
     """What is missing is left out; nothing crashes and nothing is invented."""
-    page = write_report(tmp_path / "r.html", broken)
+    page = write_report(tmp_path / "r.html", [broken])
 
     assert read(page.path).headings[-1] == "Provenance and health"
 
@@ -204,7 +204,7 @@ def test_a_path_with_holes_is_drawn_with_holes() -> None:
 
 def test_plots_are_written_as_svg_files_of_their_own(tmp_path: Path) -> None:
     """Each file is well-formed XML with its style inside, so that any viewer shows it."""
-    files = write_plots(tmp_path / "figures", replay_answer(HOSTILE), curve_answer())
+    files = write_plots(tmp_path / "figures", [replay_answer(HOSTILE), curve_answer()])
 
     assert len(files) == 9
     for file in files:
@@ -216,7 +216,7 @@ def test_plots_are_written_as_svg_files_of_their_own(tmp_path: Path) -> None:
 def test_plots_are_written_as_png_where_resvg_is_installed(tmp_path: Path) -> None:
     """The picture is a PNG of twice the plot's size with something on it."""
     pytest.importorskip("resvg_py")
-    files = write_plots(tmp_path, curve_answer(), formats=("png",))
+    files = write_plots(tmp_path, [curve_answer()], formats=("png",))
     data = next(file for file in files if "curve" in file.name).read_bytes()
 
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -227,14 +227,14 @@ def test_plots_are_written_as_png_where_resvg_is_installed(tmp_path: Path) -> No
 def test_unknown_formats_and_empty_reports_are_refused(tmp_path: Path) -> None:
     """Both are wrong usage and say what would do."""
     with pytest.raises(UsageError, match="known formats: svg, png"):
-        write_plots(tmp_path, curve_answer(), formats=("pdf",))
+        write_plots(tmp_path, [curve_answer()], formats=("pdf",))
     with pytest.raises(UsageError, match="at least one JSON answer"):
-        write_report(tmp_path / "r.html")
+        write_report(tmp_path / "r.html", [])
 
 
 def test_the_answers_themselves_ride_along(tmp_path: Path) -> None:
     """The page holds each JSON answer for other programs."""
-    page = read(write_report(tmp_path / "r.html", replay_answer()).path)
+    page = read(write_report(tmp_path / "r.html", [replay_answer()]).path)
     links = [unquote(value or "") for key, value in page.attributes if key == "href"]
     inside = next(link for link in links if link.startswith("data:application/json")).split(",", 1)[1]
 

@@ -13,7 +13,7 @@ from scaletrace.view.report.sections import sections_of
 FORMATS = ("svg", "png")
 
 
-def write_plots(folder: str | Path, *documents: Document, formats: Sequence[str] = ("svg",)) -> list[Path]:
+def write_plots(folder: str | Path, documents: Sequence[Document], formats: Sequence[str] = ("svg",)) -> list[Path]:
     """Write every plot of the answers into `folder`, named by section and plot. Returns the files.
 
     Raises UsageError for an unknown format, MissingExtraError for PNG without resvg.

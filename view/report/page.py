@@ -31,7 +31,7 @@ class PageReport:
     size_bytes: int
 
 
-def write_report(path: str | Path, *documents: Document, title: str = "") -> PageReport:
+def write_report(path: str | Path, documents: Sequence[Document], title: str = "") -> PageReport:
     """Write a page about any mix of the JSON answers of replay, whatif, diff, extrapolate, search and inspect.
 
     Raises UsageError without documents.

@@ -202,7 +202,7 @@ def recorded_waits(
     src = np.full(len(calls), -1, np.int32)
     waiting, synced = src.copy(), src.copy()
     rows = np.flatnonzero(events.in_cats("cuda_sync"))
-    if not len(rows) or not len(calls):
+    if not len(rows):
         return src, waiting, synced
     dense = {int(s): int(d) for s, d in zip(events.stream[kernels.row], kernels.stream, strict=True)}
     by_corr = {int(c): i for i, c in enumerate(events.correlation[calls.row]) if c > 0}

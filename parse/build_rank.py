@@ -342,7 +342,8 @@ def external_kernels(gpu: RankGpu) -> Int32Array:
     """Kernels whose cause lies before the window, so that their measured start is an input of the replay.
 
     These are device records without a launch that no launched one precedes on their stream, unless they follow their
-    neighbour at once, and the rank's first launched kernel where it starts long after its launch.
+    neighbour at once, and the rank's first launched kernel where nothing precedes it on its stream and it starts long
+    after its launch.
     """
     kernels, calls = gpu.kernels, gpu.calls
     order = np.lexsort((kernels.start_ns, kernels.stream))
@@ -356,7 +357,7 @@ def external_kernels(gpu: RankGpu) -> Int32Array:
     external = ~launched & (seen == seen_before_stream) & (first | (gap > EXTERNAL_GAP_NS))
     out = order[external].astype(np.int32)
     known = np.flatnonzero(kernels.call >= 0)
-    if len(known) and not kernels.is_comm[known[0]]:
+    if len(known) and not kernels.is_comm[known[0]] and first[order == known[0]].all():
         k = known[0]
         if kernels.start_ns[k] - calls.start_ns[kernels.call[k]] > gpu.constants.launch_ns + EXTERNAL_NS:
             out = np.append(out, np.int32(k))

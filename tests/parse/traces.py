@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scaletrace.parse.build import Built, BuildOptions, build
+from scaletrace.parse.build import BuildOptions, Built, build
 from scaletrace.parse.job import Job
 from scaletrace.parse.load import load
 
@@ -16,7 +16,16 @@ Event = dict[str, Any]
 
 def call(name: str, ts: float, dur: float, corr: int = 0, tid: int = 100, cat: str = "cuda_runtime") -> Event:
     """A runtime call of a host thread."""
-    return {"ph": "X", "cat": cat, "name": name, "pid": 100, "tid": tid, "ts": ts, "dur": dur, "args": {"correlation": corr}}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 100,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+        "args": {"correlation": corr},
+    }
 
 
 def op(name: str, ts: float, dur: float, tid: int = 100, cat: str = "cpu_op", **args: Any) -> Event:
@@ -34,7 +43,12 @@ def write(folder: Path, ranks: Sequence[Sequence[Event]], info: Mapping[str, Any
     """One file a rank, as torch.profiler writes them."""
     for rank, events in enumerate(ranks):
         header = {"backend": "nccl", "rank": rank, "world_size": len(ranks)} | dict(info or {})
-        document = {"schemaVersion": 1, "distributedInfo": header, "baseTimeNanoseconds": 0, "traceEvents": list(events)}
+        document = {
+            "schemaVersion": 1,
+            "distributedInfo": header,
+            "baseTimeNanoseconds": 0,
+            "traceEvents": list(events),
+        }
         (folder / f"rank{rank}.json").write_text(json.dumps(document))
     return folder
 

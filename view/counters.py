@@ -1,4 +1,4 @@
-"""Turns the slices of one rank into step functions: exposed communication, overlap, queue depth, bus bandwidth."""
+"""Turns the slices of one rank into step functions: exposed communication, overlap, queue depth, link throughput."""
 
 from __future__ import annotations
 
@@ -128,4 +128,4 @@ def _bandwidth(rows: Rows, row: IntArray, loads: FloatArray) -> Curve | None:
     if not useful.any():
         return None
     at, rate = steps(start[useful], end[useful], load[useful] / (end[useful] - start[useful]))
-    return Curve("bus bandwidth", "GB/s", *_changes(at, np.maximum(rate, 0.0).round(6)))
+    return Curve("link throughput", "GB/s", *_changes(at, np.maximum(rate, 0.0).round(6)))

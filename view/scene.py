@@ -34,6 +34,11 @@ _CATEGORY = {
 }
 
 
+_Place = tuple[tuple[bool, tuple[tuple[int, int, str], ...]], int, int, int]
+"""Where a track stands among its rank's: key of the lane, variant, lane, extra track."""
+_NO_ROWS: IntArray = np.zeros(0, np.int64)
+
+
 @dataclass(slots=True)
 class Drawn:
     """What was drawn, for the report: a count of each, and the arrows that would have pointed back in time."""
@@ -148,44 +153,41 @@ class Scene:
 
     def _rank_tracks(self, laid: Sequence[Rows]) -> list[IntArray]:
         """Declare processes and tracks. For each variant int64[lanes, levels]: the track of a lane's level."""
-        loads = [loads_of(rows) for rows in laid]
         tables = [np.zeros((max(len(r.variant.graph.lanes), 1), _levels(r)), np.int64) for r in laid]
-        used = [np.unique(rows.lane * table.shape[1] + rows.level) for rows, table in zip(laid, tables, strict=True)]
-        ranks = sorted({int(rank) for rows in laid for rank in np.unique(rows.rank)})
-        digits = max(2, len(str(ranks[-1]))) if ranks else 2
-        for rank in ranks:
+        places: dict[int, list[_Place]] = {}
+        for index, (rows, table) in enumerate(zip(laid, tables, strict=True)):
+            for slot in np.unique(rows.lane * table.shape[1] + rows.level).tolist():
+                lane, level = divmod(slot, table.shape[1])
+                seat = rows.variant.graph.lanes[lane]
+                places.setdefault(seat.rank, []).append((lane_key(seat), index, lane, level))
+        owned = [_by_rank(rows) for rows in laid]
+        loads = [loads_of(rows) for rows in laid]
+        digits = max(2, len(str(max(places, default=0))))
+        for rank in sorted(places):
             self.sink.process(rank + 1, f"rank {rank}")
             self.drawn.processes += 1
             group = self._track(f"rank {rank:0{digits}d}", description=_about_rank(laid, rank))
-            order = self._lane_tracks(group, rank, laid, tables, used)
+            self._lane_tracks(group, sorted(places[rank]), laid, tables)
             if self.counters:
-                self._rank_counters(group, rank, order, laid, loads)
+                mine = [rows_of.get(rank, _NO_ROWS) for rows_of in owned]
+                self._rank_counters(group, len(places[rank]), laid, mine, loads)
         return tables
 
     def _lane_tracks(
-        self, group: int, rank: int, laid: Sequence[Rows], tables: Sequence[IntArray], used: Sequence[IntArray]
-    ) -> int:
-        """Tracks of one rank: by lane, then variant, then extra track. Returns the next order number."""
-        wanted = []
-        for index, (rows, table) in enumerate(zip(laid, tables, strict=True)):
-            lanes = rows.variant.graph.lanes
-            for slot in used[index].tolist():
-                lane, level = divmod(slot, table.shape[1])
-                if lanes[lane].rank == rank:
-                    wanted.append((lane_key(lanes[lane]), index, lane, level))
-        for order, (_, index, lane, level) in enumerate(sorted(wanted)):
+        self, group: int, places: Sequence[_Place], laid: Sequence[Rows], tables: Sequence[IntArray]
+    ) -> None:
+        """Tracks of one rank: by lane, then variant, then extra track."""
+        for order, (_, index, lane, level) in enumerate(places):
             name = laid[index].variant.graph.lanes[lane].name or f"lane {lane}"
             name = _labelled(name + (f" ({level + 1})" if level else ""), laid[index])
             tables[index][lane, level] = self._track(name, group, order)
             self.drawn.extra_tracks += level > 0
-        return len(wanted)
 
     def _rank_counters(
-        self, group: int, rank: int, order: int, laid: Sequence[Rows], loads: Sequence[FloatArray]
+        self, group: int, order: int, laid: Sequence[Rows], mine: Sequence[IntArray], loads: Sequence[FloatArray]
     ) -> None:
-        for rows, load in zip(laid, loads, strict=True):
-            mine = rows_where(rows.rank == rank)
-            for curve in rank_curves(rows, mine, load) if len(mine) else ():
+        for rows, own, load in zip(laid, mine, loads, strict=True):
+            for curve in rank_curves(rows, own, load) if len(own) else ():
                 track = self._track(_labelled(curve.name, rows), group, order, curve.unit)
                 self.sink.counter(track, curve.at_ns, curve.values)
                 self.drawn.counter_steps += len(curve.at_ns)
@@ -255,6 +257,13 @@ def _coded(texts: Sequence[str]) -> tuple[list[str], IntArray]:
     known: dict[str, int] = {}
     codes = np.array([known.setdefault(text, len(known)) for text in texts], np.int64)
     return list(known) or [""], codes
+
+
+def _by_rank(rows: Rows) -> dict[int, IntArray]:
+    """Rows of each rank, ascending."""
+    order = np.argsort(rows.rank, kind="stable").astype(np.int64)
+    ranks, first = np.unique(rows.rank[order], return_index=True)
+    return dict(zip(ranks.tolist(), np.split(order, first[1:]), strict=True)) if len(order) else {}
 
 
 def _levels(rows: Rows) -> int:

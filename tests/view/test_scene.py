@@ -40,7 +40,7 @@ def test_two_ranks_meet_in_an_all_reduce() -> None:
         counter 8 1015:0
         track 9 #5 rank 00/queue depth [kernels]
         counter 9 1015:0
-        track 10 #6 rank 00/bus bandwidth [GB/s]
+        track 10 #6 rank 00/link throughput [GB/s]
         counter 10 1105:100 1135:0
         process 2 rank 1
         track 11 #0 rank 01
@@ -53,7 +53,7 @@ def test_two_ranks_meet_in_an_all_reduce() -> None:
         counter 16 1015:0
         track 17 #5 rank 01/queue depth [kernels]
         counter 17 1015:0
-        track 18 #6 rank 01/bus bandwidth [GB/s]
+        track 18 #6 rank 01/link throughput [GB/s]
         counter 18 1105:100 1135:0
         slice 4 1000..1010 aten::mm (host) node=0 step=0
         slice 4 1010..1015 cudaLaunchKernel (launch) ~1 node=1 step=0

@@ -1,0 +1,438 @@
+"""Turns a graph into that of another pipeline: layers cut into stages, actions laid in a schedule, messages between.
+
+Warm-up, steady state and drain are not computed: they emerge when the new graph is replayed. Two forms share one
+schedule: `pipeline_graph` makes a graph of single nodes from the times of the actions, `cut` re-lays a measured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from scaletrace.errors import UsageError
+from scaletrace.extrapolate.anatomy import MESSAGES, Anatomy
+from scaletrace.extrapolate.draft import Draft
+from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program, message_of
+from scaletrace.extrapolate.rewrite.weave import Copy, Loom, Woven, weave
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
+from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
+from scaletrace.parse.health import Health
+
+MessageTime = Callable[[int, int, int], int]
+"""(bytes, sending pipeline rank, receiving pipeline rank) → ns."""
+ActionTime = Callable[[Action], int]
+INPUT_SHARE = 0.5
+"""Share of a backward pass that computes the gradient of the input; of a matrix product it is one of two products."""
+
+
+def pipeline_graph(
+    program: Program, time_ns: ActionTime, message_ns: MessageTime, message_bytes: int = 0, *, overlap: bool = True
+) -> Graph:
+    """One node an action on each rank's lane, and the messages between them.
+
+    overlap  a message travels beside compute; otherwise it also occupies the sender, as blocking sends do
+    """
+    draft = Draft(groups=[GraphGroup("pp", program.ranks, 1)])
+    done: dict[Action, int] = {}
+    tail: list[int | None] = [None] * program.ranks
+    arrived: dict[Action, int] = {}
+    heads = [0] * program.ranks
+    left = sum(len(row) for row in program.actions)
+    while left:
+        progress = False
+        for rank, row in enumerate(program.actions):
+            while heads[rank] < len(row) and all(need in done for need in program.needs(row[heads[rank]])):
+                action = row[heads[rank]]
+                heads[rank] += 1
+                left -= 1
+                progress = True
+                needs = [arrived.get(need, done[need]) for need in program.needs(action) if need.stage != action.stage]
+                before = tail[rank]
+                after = needs if before is None else [before, *needs]
+                node = draft.node(
+                    NodeKind.KERNEL, time_ns(action), rank=rank, lane="stream 7", name=str(action), after=after
+                )
+                done[action] = tail[rank] = node
+                found = message_of(program, action)
+                if found:
+                    sent = _send(draft, program, found, node, rank, message_bytes, message_ns)
+                    arrived[action] = sent
+                    if not overlap:
+                        tail[rank] = sent
+        if not progress:
+            raise UsageError(f"{program.schedule}: the actions wait for each other; check the order")
+    return draft.graph()
+
+
+def _send(
+    draft: Draft,
+    program: Program,
+    found: tuple[Action, Action, int],
+    node: int,
+    rank: int,
+    size_bytes: int,
+    message_ns: MessageTime,
+) -> int:
+    """The message that follows a node, as one transfer; returns its node."""
+    send, _, peer = found
+    instance = len(draft.collectives)
+    draft.collectives.append(GraphCollective("send", 0, size_bytes, size_bytes))
+    return draft.node(
+        NodeKind.TRANSFER,
+        message_ns(size_bytes, rank, peer),
+        rank=rank,
+        lane="stream p2p",
+        name=str(send),
+        after=[node],
+        instance=instance,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Which units (indices into Anatomy.units) each stage holds, in model order."""
+
+    units: tuple[tuple[int, ...], ...]
+
+
+def split_units(anatomy: Anatomy, stages: int, counts: Sequence[int] = ()) -> Stages:
+    """Cut the layers into `stages` equal runs (or `counts` layers each); what comes before goes to the first, what
+    comes after to the last. Raises UsageError where they don't divide."""
+    layers = [unit for unit, is_layer in enumerate(anatomy.is_layer) if is_layer]
+    if stages == 1 and not counts:
+        return Stages((tuple(range(len(anatomy.units))),))
+    if not counts:
+        if not layers or len(layers) % stages:
+            raise UsageError(
+                f"{len(layers)} layers can't be cut into {stages} equal stages; take a divisor or say how many each gets"
+            )
+        counts = [len(layers) // stages] * stages
+    if len(counts) != stages or sum(counts) != len(layers) or min(counts) < 0:
+        raise UsageError(f"{list(counts)} layers a stage don't add up to {len(layers)} layers on {stages} stages")
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    out = [list(layers[a:b]) for a, b in pairwise(bounds.tolist())]
+    between = set(range(len(anatomy.units))) - set(layers)
+    first = layers[0]
+    out[0] = sorted(unit for unit in between if unit < first) + out[0]
+    out[-1] = out[-1] + sorted(unit for unit in between if unit > first)
+    return Stages(tuple(tuple(stage) for stage in out))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A graph after `cut`, its anatomy, and where each node comes from (origin int32[n], -1 = new)."""
+
+    graph: Graph
+    anatomy: Anatomy
+    origin: Int32Array
+    health: Health
+
+
+Key = tuple[int, int, int, int, int]
+"""(rank, step, phase, unit, micro batch) of a piece."""
+
+
+def cut(
+    graph: Graph,
+    anatomy: Anatomy,
+    program: Program,
+    message_ns: MessageTime,
+    *,
+    columns: Sequence[Sequence[int]] = (),
+    stages: Stages | None = None,
+    message_bytes: int = 0,
+) -> Cut:
+    """The graph with its layers on program.ranks pipeline ranks.
+
+    columns  for each data-parallel column the measured ranks of its stages in order; default: every rank is a column
+             of its own, that is, the source has no pipeline. New rank = pipeline rank × columns + column.
+    stages   which units each stage holds; default: equal runs of layers
+    Raises UsageError where a layer was not measured or does not divide.
+    """
+    health = Health()
+    ranks = sorted(int(rank) for rank in np.unique(graph.rank[graph.kind != int(NodeKind.RENDEZVOUS)]))
+    columns = columns or [[rank] for rank in ranks]
+    stages = stages or split_units(anatomy, program.stages)
+    pieces, piece = _pieces(graph, anatomy)
+    size = message_bytes or anatomy.boundary_bytes
+    if program.ranks > 1 and not size:
+        health.guessed["messages whose size no shape tells"] += 1
+    rows: list[list[Copy]] = []
+    plans: list[list[_Run]] = []
+    for home in range(program.ranks):
+        for column, members in enumerate(columns):
+            new = home * len(columns) + column
+            row, runs = _sequence(pieces, anatomy, program, stages, members, home, new)
+            rows.append(row)
+            plans.append(runs)
+    loom = weave(graph, piece, rows, anatomy.exact_ns, anatomy.entry)
+    starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+    held = {rank: sorted({key[3] for key in pieces if key[0] == rank and key[3] >= 0}) for rank in ranks}
+    _scale_ends(loom, anatomy, stages, program, rows, held, graph.rank)
+    _split_backwards(loom, plans, starts, health)
+    group = _pipeline_group(loom, program, len(columns))
+    _messages(loom, program, plans, starts, len(columns), group, size, message_ns)
+    if loom.dropped:
+        health.dropped["dependencies between layers on different stages"] += loom.dropped
+    woven = loom.finish()
+    count = np.ones(program.ranks * len(columns), np.int32)
+    if len(graph.multiplicity) == len(ranks):
+        of_rank = dict(zip(ranks, graph.multiplicity.tolist(), strict=True))
+        count[:] = [of_rank[columns[new % len(columns)][0]] for new in range(len(count))]
+    return Cut(replace(woven.graph, multiplicity=count), _moved(anatomy, woven, plans, starts), woven.origin, health)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The copies (positions in the rank's row) that one action of one step takes."""
+
+    step: int
+    action: Action
+    begin: int
+    end: int
+
+
+def _pieces(graph: Graph, anatomy: Anatomy) -> tuple[dict[Key, int], Int32Array]:
+    """Number the pieces; nodes of messages and hubs belong to none."""
+    out = np.full(len(graph), -1, np.int32)
+    inside = np.flatnonzero(~anatomy.is_message & (graph.kind != int(NodeKind.RENDEZVOUS)))
+    phase = anatomy.phase.astype(np.int64).copy()
+    ends = np.isin(phase, [int(Phase.OPTIMIZER), int(Phase.OTHER)])
+    after = _after_backward(graph, anatomy)
+    # Per-step work is two pieces, before the first forward and after the last backward.
+    phase[ends] = np.where(after[ends], int(Phase.OPTIMIZER), int(Phase.OTHER))
+    unit = np.where(ends, -1, anatomy.unit)
+    batch = np.where(ends, -1, anatomy.micro_batch)
+    keys = np.stack([graph.rank, graph.step, phase, unit, batch], axis=1)[inside]
+    distinct, code = np.unique(keys, axis=0, return_inverse=True)
+    out[inside] = code.reshape(-1)
+    return {tuple(key): number for number, key in enumerate(distinct.tolist())}, out  # type: ignore[misc]
+
+
+def _after_backward(graph: Graph, anatomy: Anatomy) -> BoolArray:
+    """Whether a node stands behind the first backward node of its rank and step."""
+    key = graph.rank.astype(np.int64) * 2**32 + graph.step
+    back = np.flatnonzero(anatomy.phase == int(Phase.BACKWARD))
+    first = dict(zip(key[back[::-1]].tolist(), back[::-1].tolist(), strict=True))
+    limit = np.array([first.get(value, len(key)) for value in np.unique(key).tolist()], np.int64)
+    return np.arange(len(key)) > limit[np.searchsorted(np.unique(key), key)]
+
+
+def template(micro_batch: int, new: int, measured: int) -> int:
+    """Which measured micro batch stands for number `micro_batch` of `new`: ends keep their place, the middle repeats."""
+    if new <= measured and micro_batch < new - 1:
+        return micro_batch
+    if micro_batch == new - 1:
+        return measured - 1
+    if measured < 3:
+        return 0
+    return micro_batch if micro_batch == 0 else 1 + (micro_batch - 1) % (measured - 2)
+
+
+def _sequence(
+    pieces: Mapping[Key, int],
+    anatomy: Anatomy,
+    program: Program,
+    stages: Stages,
+    members: Sequence[int],
+    home: int,
+    new: int,
+) -> tuple[list[Copy], list[_Run]]:
+    """The copies of one new rank in order, over all steps, and which of them each action takes."""
+    row: list[Copy] = []
+    runs: list[_Run] = []
+    where = {(unit, key[1]): key[0] for key in pieces if key[0] in members for unit in (key[3],) if unit >= 0}
+    source = members[home * len(members) // program.ranks]
+    steps = sorted({key[1] for key in pieces if key[0] in members})
+    for step in steps:
+        _add(row, pieces, (source, step, int(Phase.OTHER), -1, -1), new, home, -1)
+        for action in program.actions[home]:
+            begin = len(row)
+            units = stages.units[action.stage]
+            phase = Phase.FORWARD if action.op is Op.FORWARD else Phase.BACKWARD
+            measured = template(action.micro_batch, program.micro_batches, max(1, anatomy.micro_batches))
+            if action.op is not Op.WEIGHT:
+                for unit in units if phase is Phase.FORWARD else reversed(units):
+                    rank = where.get((unit, step), source)
+                    _add(row, pieces, (rank, step, int(phase), unit, measured), new, home, action.micro_batch)
+            runs.append(_Run(step, action, begin, len(row)))
+        _add(row, pieces, (source, step, int(Phase.OPTIMIZER), -1, -1), new, home, -1)
+    if runs and all(run.begin == run.end for run in runs if run.action.op is not Op.WEIGHT):
+        raise UsageError("the trace shows neither forward nor backward layers, so there is nothing to cut into stages")
+    return row, runs
+
+
+def _add(row: list[Copy], pieces: Mapping[Key, int], key: Key, rank: int, team: int, tag: int) -> None:
+    piece = pieces.get(key)
+    if piece is not None:
+        row.append(Copy(piece, rank, team, tag))
+
+
+def _scale_ends(
+    loom: Loom,
+    anatomy: Anatomy,
+    stages: Stages,
+    program: Program,
+    rows: Sequence[Sequence[Copy]],
+    held: Mapping[int, Sequence[int]],
+    source_rank: Int32Array,
+) -> None:
+    """Scale what stands behind the last backward (the optimizer) to the stage's share of the parameters.
+
+    held: units that each measured rank holds; source_rank int32: rank of every node of the source.
+    """
+    per_unit = anatomy.parameters
+    if not per_unit.sum():
+        per_unit = np.array([float(is_layer) for is_layer in anatomy.is_layer])
+    new = np.zeros(program.ranks)
+    for stage, units in enumerate(stages.units):
+        new[program.rank_of_stage[stage]] += per_unit[list(units)].sum()
+    old = np.array([per_unit[list(held.get(rank, ()))].sum() for rank in range(int(source_rank.max()) + 1)])
+    home = np.array([copy.team for row in rows for copy in row], np.int64)
+    at = np.flatnonzero((anatomy.phase[loom.origin] == int(Phase.OPTIMIZER)) & (loom.columns["instance"] < 0))
+    was, now = old[source_rank[loom.origin[at]]], new[home[loom.copy[at]]]
+    change = (was > 0) & (was != now)
+    loom.exact_ns[at[change]] *= now[change] / was[change]
+
+
+def _split_backwards(loom: Loom, plans: Sequence[Sequence[_Run]], starts: IntArray, health: Health) -> None:
+    """Where a schedule splits backward, the input part keeps the nodes at a share of their time and the weight part
+    becomes one node of the rest, since a trace of whole backward passes does not tell them apart."""
+    split = [(new, run) for new, runs in enumerate(plans) for run in runs if run.action.op is Op.INPUT]
+    if not split:
+        return
+    held = np.zeros(int(starts[-1]), np.bool_)
+    for new, run in split:
+        held[starts[new] + run.begin : starts[new] + run.end] = True
+    compute = np.isin(loom.columns["kind"], [int(NodeKind.HOST), int(NodeKind.KERNEL), int(NodeKind.COPY)])
+    at = np.flatnonzero(compute & held[loom.copy])
+    main = loom.columns["lane"][np.maximum(loom.first, 0)]
+    on_main = at[loom.columns["lane"][at] == main[loom.copy[at]]]
+    rest = np.bincount(loom.copy[on_main], weights=loom.exact_ns[on_main] * (1 - INPUT_SHARE), minlength=len(held))
+    loom.exact_ns[at] *= INPUT_SHARE
+    health.guessed["backward passes split evenly into input and weight parts"] += len(split)
+    for new, runs in enumerate(plans):
+        _weight_nodes(loom, runs, new, starts, rest)
+
+
+def _weight_nodes(
+    loom: Loom, runs: Sequence[_Run], new: int, starts: IntArray, rest: np.typing.NDArray[np.float64]
+) -> None:
+    """One node for each weight backward of a rank, between the copies before and after it on the main lane."""
+    base, end = int(starts[new]), int(starts[new + 1])
+    pending: dict[tuple[int, int, int], int] = {}
+    tail, tail_is_new = -1, False
+    for run in runs:
+        key = (run.step, run.action.stage, run.action.micro_batch)
+        if run.end > run.begin:
+            if tail_is_new:
+                _follow(loom, tail, int(loom.first[base + run.begin]))
+            tail, tail_is_new = int(loom.last[base + run.end - 1]), False
+        if run.action.op is Op.INPUT:
+            pending[key] = round(rest[base + run.begin : base + run.end].sum())
+        elif run.action.op is Op.WEIGHT and key in pending and tail >= 0:
+            node = _weight_node(loom, tail, new, run, pending.pop(key))
+            _follow(loom, tail, node)
+            tail, tail_is_new = node, True
+            behind = base + run.end
+            if behind < end:  # the optimizer, or the next step's first piece, if no action follows
+                _follow(loom, node, int(loom.first[behind]))
+
+
+def _weight_node(loom: Loom, tail: int, new: int, run: _Run, dur_ns: int) -> int:
+    lane = loom.lane_of(tail)
+    on_host = not loom.lanes[lane].is_device
+    return loom.node(
+        NodeKind.HOST if on_host else NodeKind.KERNEL,
+        dur_ns=dur_ns,
+        rank=new,
+        lane=lane,
+        name=loom.name(str(run.action)),
+        step=run.step,
+    )
+
+
+def _follow(loom: Loom, src: int, dst: int) -> None:
+    if src >= 0 and dst >= 0:
+        on_host = not loom.lanes[loom.lane_of(src)].is_device
+        loom.edge(src, dst, EdgeKind.PROGRAM if on_host else EdgeKind.STREAM)
+
+
+def _pipeline_group(loom: Loom, program: Program, columns: int) -> int:
+    """Index of the pipeline's group; the measured one is replaced where there was one."""
+    for index, group in enumerate(loom.groups):
+        if group.axis == "pp":
+            loom.groups[index] = replace(group, size=program.ranks, stride=columns)
+            return index
+    if program.ranks == 1:
+        return -1
+    loom.groups.append(GraphGroup("pp", program.ranks, columns, 1, "pp"))
+    return len(loom.groups) - 1
+
+
+def _messages(
+    loom: Loom,
+    program: Program,
+    plans: Sequence[Sequence[_Run]],
+    starts: IntArray,
+    columns: int,
+    group: int,
+    size_bytes: int,
+    message_ns: MessageTime,
+) -> None:
+    """A send and a receive between stages of different ranks; the receiver's action waits for it."""
+    where = {(new % columns, run.step, run.action): (new, run) for new, runs in enumerate(plans) for run in runs}
+    for (column, step, action), (new, run) in where.items():
+        found = message_of(program, action)
+        if not found or run.begin == run.end:
+            continue
+        send, receive, peer = found
+        taker = Action(receive.stage, Op.FORWARD if action.op is Op.FORWARD else Op.BACKWARD, action.micro_batch)
+        if (column, step, taker) not in where:
+            taker = program.backward(receive.stage, action.micro_batch)
+        target, other = where[column, step, taker]
+        if other.begin == other.end:
+            continue
+        sender = int(loom.last[starts[new] + run.end - 1])
+        first = int(loom.first[starts[target] + other.begin])
+        if sender < 0 or first < 0:
+            continue
+        dur = message_ns(size_bytes, new // columns, peer)
+        instance = len(loom.collectives)
+        loom.collectives.append(GraphCollective("send", group, size_bytes, size_bytes))
+        _pair(loom, (sender, new, str(send)), (first, target, str(receive)), dur, instance, step)
+
+
+def _pair(
+    loom: Loom, sender: tuple[int, int, str], taker: tuple[int, int, str], dur_ns: int, instance: int, step: int
+) -> None:
+    """ARRIVE and TRANSFER on both sides, with the receiver's next node behind its transfer."""
+    arrive = []
+    for _, rank, name in (sender, taker):
+        lane = loom.lane(rank, "point to point", True)
+        columns = {"rank": rank, "lane": lane, "name": loom.name(name), "instance": instance, "step": step}
+        arrive.append((loom.node(NodeKind.ARRIVE, **columns), columns))
+    transfer = [loom.node(NodeKind.TRANSFER, dur_ns=dur_ns, **columns) for _, columns in arrive]
+    loom.edge(sender[0], arrive[0][0], EdgeKind.HAND_OVER)
+    for side in (0, 1):
+        loom.edge(arrive[side][0], transfer[side], EdgeKind.STREAM)
+    # An eager send needs no posted receive; the receive can't end before the data is there.
+    loom.edge(arrive[0][0], transfer[1], EdgeKind.RENDEZVOUS)
+    loom.edge(transfer[1], taker[0], EdgeKind.EVENT_WAIT)
+
+
+def _moved(anatomy: Anatomy, woven: Woven, plans: Sequence[Sequence[_Run]], starts: IntArray) -> Anatomy:
+    """The anatomy of the new graph; micro batches are those of the new program, new nodes are messages."""
+    out, graph, copy = anatomy.moved(woven.origin), woven.graph, woven.copy
+    batch = np.full(int(starts[-1]) + 1, -1, np.int32)
+    for new, runs in enumerate(plans):
+        for run in runs:
+            batch[starts[new] + run.begin : starts[new] + run.end] = run.action.micro_batch
+    micro = np.where((copy >= 0) & (batch[copy] >= 0), batch[copy], out.micro_batch).astype(np.int32)
+    kinds = np.array([item.kind in MESSAGES for item in graph.collectives] + [False], np.bool_)
+    message = kinds[graph.instance] | out.is_message
+    return replace(out, micro_batch=micro, is_message=message, exact_ns=woven.exact_ns, entry=woven.entry)

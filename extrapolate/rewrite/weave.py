@@ -1,0 +1,489 @@
+"""Turns pieces of a graph, laid in a new order on new ranks, into another graph.
+
+A piece is a set of nodes of one rank (one layer's forward of one micro batch, the optimizer, …). Edges inside a piece
+are copied. The order of a thread or stream is laid anew along the new sequence, each piece keeping the lag with which it
+followed its predecessor. Other edges between pieces are led to the copy with the same tag (micro batch), and members of
+a collective meet again if they have the same tag and team.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from scaletrace.errors import UsageError
+from scaletrace.parse.build_draft import topological_keys
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
+from scaletrace.parse.graph import (
+    NO_RELEASE,
+    EdgeKind,
+    EdgeSource,
+    Graph,
+    GraphCollective,
+    GraphGroup,
+    GraphLane,
+    NodeKind,
+    edges_by_destination,
+)
+
+FloatArray = npt.NDArray[np.float64]
+ORDERED = (int(EdgeKind.PROGRAM), int(EdgeKind.STREAM))
+NODE_COLUMNS = ("dur_ns", "release_ns", "kind", "rank", "lane", "name", "step", "event", "instance", "blocks", "layer")
+_DEFAULTS = {"dur_ns": 0, "release_ns": NO_RELEASE, "blocks": 0}
+
+
+class Copy(NamedTuple):
+    """One piece of the source laid on one new rank.
+
+    team  collective members of one team meet (a pipeline stage);  tag  micro batch in the new step, -1 for none
+    """
+
+    piece: int
+    rank: int
+    team: int = 0
+    tag: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Woven:
+    """A finished graph; origin, copy int32[n] (-1 = new node); exact_ns float64[n]: durations before rounding.
+
+    entry int64[n, 3]: lag, kind and source with which a node follows on its thread or stream, kept where it now is the
+    first there (lag -1 = it follows nothing)
+    """
+
+    graph: Graph
+    origin: Int32Array
+    copy: Int32Array
+    exact_ns: FloatArray
+    entry: IntArray
+
+
+@dataclass(slots=True)
+class Loom:
+    """A graph under construction: n nodes in `columns`, edges as (src, dst, lag_ns, kind, source) rows.
+
+    origin int32[n]: node of the source; copy int32[n]: index of the Copy that it came with; nodes added later have none
+    exact_ns float64[n]: durations before rounding, to be scaled in place
+    first, last int32[copies]: first and last node of each copy on its rank's thread of control (or its only stream)
+    dropped: edges between pieces that have no counterpart in the new order
+    """
+
+    columns: dict[str, npt.NDArray[Any]]
+    origin: Int32Array
+    copy: Int32Array
+    exact_ns: FloatArray
+    entry: IntArray
+    first: Int32Array
+    last: Int32Array
+    names: list[str]
+    lanes: list[GraphLane]
+    groups: list[GraphGroup]
+    collectives: list[GraphCollective]
+    layers: tuple[str, ...]
+    dropped: int = 0
+    edges: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    _new: list[dict[str, int]] = field(default_factory=list)
+    _names: dict[str, int] = field(default_factory=dict)
+    _lanes: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.origin) + len(self._new)
+
+    def name(self, text: str) -> int:
+        """Code of a node name."""
+        if not self._names:
+            self._names = {name: code for code, name in enumerate(self.names)}
+        if text not in self._names:
+            self._names[text] = len(self.names)
+            self.names.append(text)
+        return self._names[text]
+
+    def lane(self, rank: int, name: str, is_device: bool) -> int:
+        """Code of a lane, made where there is none."""
+        if not self._lanes:
+            self._lanes = {(lane.rank, lane.name): code for code, lane in enumerate(self.lanes)}
+        if (rank, name) not in self._lanes:
+            self._lanes[rank, name] = len(self.lanes)
+            self.lanes.append(GraphLane(rank, name, is_device))
+        return self._lanes[rank, name]
+
+    def lane_of(self, node: int) -> int:
+        """Lane of a node, woven or added."""
+        old = len(self.origin)
+        return int(self.columns["lane"][node]) if node < old else self._new[node - old]["lane"]
+
+    def node(self, kind: NodeKind, **columns: int) -> int:
+        """Add a node; columns left out have their default. Returns its number."""
+        self._new.append({"kind": int(kind), **columns})
+        return len(self) - 1
+
+    def edge(self, src: int, dst: int, kind: EdgeKind, lag_ns: int = 0) -> None:
+        """Add one edge of this rewrite."""
+        self.edges.append(np.array([[src, dst, lag_ns, int(kind), int(EdgeSource.REWRITE)]], np.int64))
+
+    def finish(self) -> Woven:
+        """The graph in topological order. Raises UsageError where the new order waits for itself."""
+        self.columns["dur_ns"] = np.rint(self.exact_ns).astype(np.int64)
+        columns = {}
+        for key, old in self.columns.items():
+            fresh = [row.get(key, _DEFAULTS.get(key, -1)) for row in self._new]
+            columns[key] = np.concatenate([old, np.array(fresh, old.dtype)])
+        n = len(self)
+        edges = np.concatenate(self.edges) if self.edges else np.zeros((0, 5), np.int64)
+        keys, keep = topological_keys(
+            np.arange(n, dtype=np.int64), edges[:, 0].astype(np.int32), edges[:, 1].astype(np.int32)
+        )
+        if not keep.all():
+            at = int(edges[int(np.flatnonzero(~keep)[0]), 1])
+            raise UsageError(f"the new order waits for itself at {self.names[int(columns['name'][at])]!r}")
+        order = np.argsort(keys, kind="stable")
+        position = np.empty(n, np.int64)
+        position[order] = np.arange(n)
+        ptr, pred, lag, kind, source = edges_by_destination(
+            n, position[edges[:, 0]], position[edges[:, 1]], edges[:, 2], edges[:, 3], edges[:, 4]
+        )
+        pad = np.full(len(self._new), -1, np.int32)
+        graph = Graph(
+            **{key: value[order] for key, value in columns.items()},
+            pred_ptr=ptr,
+            pred=pred,
+            lag_ns=lag,
+            edge_kind=kind,
+            edge_source=source,
+            names=tuple(self.names),
+            lanes=tuple(self.lanes),
+            groups=tuple(self.groups),
+            collectives=tuple(self.collectives),
+            layers=self.layers,
+        )
+        exact = np.concatenate([self.exact_ns, columns["dur_ns"][len(self.origin) :].astype(np.float64)])
+        entry = np.concatenate([self.entry, np.tile([-1, 0, 0], (len(self._new), 1))])
+        return Woven(
+            graph,
+            np.concatenate([self.origin, pad])[order],
+            np.concatenate([self.copy, pad])[order],
+            exact[order],
+            entry[order],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The source graph with what is asked of it often.
+
+    chain int32[n]; role int64[lanes + 1]: what a lane is on its rank (index into `roles`, names of the first rank), so
+    that pieces of different ranks come to lie on one thread or stream
+    """
+
+    graph: Graph
+    piece: Int32Array
+    chain: Int32Array
+    role: IntArray
+    roles: tuple[tuple[str, bool], ...]
+    dst: IntArray
+    order: IntArray
+    ptr: IntArray
+    local: IntArray
+
+
+def weave(
+    graph: Graph,
+    piece: Int32Array,
+    ranks: Sequence[Sequence[Copy]],
+    exact_ns: FloatArray | None = None,
+    entry: IntArray | None = None,
+) -> Loom:
+    """Lay the copies of ranks[new rank] in order. `piece` int32[n]: the piece of each node, -1 = left out or a hub.
+
+    exact_ns, entry: as an earlier weave gave them (Woven), so that rewrites back and forth lose nothing.
+    """
+    source = _prepare(graph, piece)
+    copies = [copy for rank in ranks for copy in rank]
+    table = np.array(copies, np.int64).reshape(-1, 4)
+    size = np.diff(source.ptr)[table[:, 0]]
+    base = np.concatenate([[0], np.cumsum(size)])
+    copy = np.repeat(np.arange(len(copies)), size)
+    origin = source.order[np.arange(base[-1]) - base[copy] + source.ptr[table[copy, 0]]]
+    loom = _columns(source, table, copy, origin)
+    if exact_ns is not None:
+        loom.exact_ns = exact_ns[origin].copy()
+    loom.edges.append(_inside(source, table, base))
+    entries = _entries(source, entry)
+    loom.entry = entries[origin]
+    loom.edges.append(_along(source, loom, entries, origin, copy))
+    across, loom.dropped = _across(source, table, base)
+    loom.edges.append(across)
+    _meet(source, loom, table, origin, copy)
+    return loom
+
+
+def _prepare(graph: Graph, piece: Int32Array) -> _Source:
+    n = int(piece.max()) + 1 if len(piece) else 0
+    order = np.argsort(piece, kind="stable")
+    order = order[np.searchsorted(piece[order], 0) :]
+    ptr = np.zeros(n + 1, np.int64)
+    np.cumsum(np.bincount(piece[order], minlength=n), out=ptr[1:])
+    local = np.full(len(graph), -1, np.int64)
+    local[order] = np.arange(len(order)) - ptr[piece[order]]
+    role, roles = _roles(graph)
+    return _Source(graph, piece, _chains(graph, role), role, roles, graph.edge_dst.astype(np.int64), order, ptr, local)
+
+
+def _roles(graph: Graph) -> tuple[IntArray, tuple[tuple[str, bool], ...]]:
+    """Streams are told by name, threads (whose names hold numbers of the process) by how busy they are on their rank."""
+    busy = np.bincount(graph.lane + 1, weights=graph.dur_ns, minlength=len(graph.lanes) + 1)[1:]
+    names: dict[tuple[str, bool], int] = {}
+    out = np.full(len(graph.lanes) + 1, -1, np.int64)
+    threads: list[tuple[str, bool]] = []
+    for rank in sorted({lane.rank for lane in graph.lanes}):
+        mine = [code for code, lane in enumerate(graph.lanes) if lane.rank == rank]
+        hosts = sorted((code for code in mine if not graph.lanes[code].is_device), key=lambda code: -busy[code])
+        for place, code in enumerate(hosts):
+            if place == len(threads):
+                threads.append((graph.lanes[code].name, False))
+            out[code] = names.setdefault(threads[place], len(names))
+        for code in mine:
+            if graph.lanes[code].is_device:
+                out[code] = names.setdefault((graph.lanes[code].name, True), len(names))
+    return out, tuple(names)
+
+
+def _chains(graph: Graph, role: IntArray) -> Int32Array:
+    """Threads of control: lanes of a rank that PROGRAM edges join are one chain, streams stay their own (int32[n]).
+
+    A chain is named by its lane of the lowest role.
+    """
+    parent = np.arange(len(graph.lanes) + 1)
+
+    def find(lane: int) -> int:
+        while parent[lane] != lane:
+            lane = int(parent[lane])
+        return lane
+
+    dst = graph.edge_dst
+    joins = graph.edge_kind == int(EdgeKind.PROGRAM)
+    pairs = np.unique(np.stack([graph.lane[graph.pred[joins]], graph.lane[dst[joins]]], axis=1), axis=0)
+    for a, b in pairs.tolist():
+        if a >= 0 and b >= 0 and graph.lanes[a].rank == graph.lanes[b].rank:
+            low, high = sorted((find(a), find(b)), key=lambda lane: int(role[lane]))
+            parent[high] = low
+    root = np.array([find(lane) for lane in range(len(graph.lanes))] + [-1], np.int32)
+    return root[graph.lane]
+
+
+def _columns(source: _Source, table: IntArray, copy: IntArray, origin: IntArray) -> Loom:
+    graph = source.graph
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for key in NODE_COLUMNS:
+        values = getattr(graph, key)
+        columns[key] = values[origin].copy() if len(values) == len(graph) else np.full(
+            len(origin), _DEFAULTS.get(key, -1), np.int32
+        )  # fmt: skip
+    columns["rank"] = table[copy, 1].astype(np.int32)
+    pairs = np.stack([columns["rank"].astype(np.int64), source.role[graph.lane[origin]]], axis=1)
+    distinct, code = np.unique(pairs, axis=0, return_inverse=True)
+    lanes, of_code = [], np.full(len(distinct), -1, np.int32)
+    for i, (rank, role) in enumerate(distinct.tolist()):
+        if role >= 0:
+            of_code[i] = len(lanes)
+            lanes.append(GraphLane(rank, *source.roles[role]))
+    columns["lane"] = of_code[code.reshape(-1)]
+    host = source.chain[origin] >= 0
+    main = _main_chains(source)
+    host &= main[source.chain[origin]]
+    first, last = np.full(len(table), -1, np.int32), np.full(len(table), -1, np.int32)
+    at = np.flatnonzero(host)
+    last[copy[at]] = at
+    first[copy[at[::-1]]] = at[::-1]
+    return Loom(
+        columns, origin.astype(np.int32), copy.astype(np.int32), graph.dur_ns[origin].astype(np.float64),
+        np.zeros((0, 3), np.int64), first, last, list(graph.names), lanes,
+        list(graph.groups), [], graph.layers,
+    )  # fmt: skip
+
+
+def _main_chains(source: _Source) -> BoolArray:
+    """Of every rank the chain that leads: on a device the stream with most kernel time, else the busiest thread."""
+    graph = source.graph
+    device = np.array([lane.is_device for lane in graph.lanes] + [False], np.bool_)
+    out = np.zeros(len(graph.lanes) + 1, np.bool_)
+    frame = pd.DataFrame(
+        {
+            "rank": graph.rank,
+            "chain": source.chain,
+            "kernel": (graph.kind == int(NodeKind.KERNEL)) & device[graph.lane],
+            "host": np.isin(graph.kind, [int(NodeKind.HOST), int(NodeKind.LAUNCH), int(NodeKind.WAIT)]),
+            "dur": graph.dur_ns,
+        }
+    )
+    frame = frame[frame["chain"] >= 0]
+    for what in ("host", "kernel"):
+        busy = frame[frame[what]].groupby(["rank", "chain"])["dur"].sum()
+        for rank, chains in busy.groupby(level="rank"):
+            for other in frame.loc[frame["rank"] == rank, "chain"].unique().tolist():
+                out[other] = False
+            out[chains.idxmax()[1]] = True
+    return out
+
+
+def _rows(src: Any, dst: Any, lag: Any, kind: Any, origin: Any) -> npt.NDArray[np.int64]:
+    return np.stack(np.broadcast_arrays(*(np.asarray(c, np.int64) for c in (src, dst, lag, kind, origin))), axis=1)
+
+
+def _inside(source: _Source, table: IntArray, base: IntArray) -> npt.NDArray[np.int64]:
+    """Edges within a piece, once for each of its copies."""
+    graph, piece = source.graph, source.piece
+    inner = np.flatnonzero(
+        (piece[graph.pred] == piece[source.dst])
+        & (piece[source.dst] >= 0)
+        & (graph.edge_kind != int(EdgeKind.RENDEZVOUS))
+    )
+    of = piece[source.dst[inner]]
+    inner = inner[np.argsort(of, kind="stable")]
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(of, minlength=len(source.ptr) - 1))])
+    size = np.diff(ptr)[table[:, 0]]
+    copy = np.repeat(np.arange(len(table)), size)
+    start = np.concatenate([[0], np.cumsum(size)])
+    edge = inner[np.arange(start[-1]) - start[copy] + ptr[table[copy, 0]]]
+    return _rows(
+        base[copy] + source.local[graph.pred[edge]],
+        base[copy] + source.local[source.dst[edge]],
+        graph.lag_ns[edge],
+        graph.edge_kind[edge],
+        graph.edge_source[edge],
+    )
+
+
+def _ordered(source: _Source) -> BoolArray:
+    """Mask of the edges that only say which node comes next on a thread or stream."""
+    graph = source.graph
+    chain = source.chain
+    same = (chain[graph.pred] == chain[source.dst]) & (chain[source.dst] >= 0)
+    return same & np.isin(graph.edge_kind, ORDERED)
+
+
+def _entries(source: _Source, known: IntArray | None) -> IntArray:
+    """int64[n, 3]: lag, kind and source of the edge with which each node follows on its thread or stream."""
+    graph = source.graph
+    out = np.tile(np.array([-1, 0, 0], np.int64), (len(graph), 1)) if known is None else known.copy()
+    edges = np.flatnonzero(_ordered(source))
+    out[source.dst[edges]] = np.stack([graph.lag_ns[edges], graph.edge_kind[edges], graph.edge_source[edges]], axis=1)
+    _default_entries(source, out)
+    return out
+
+
+def _along(source: _Source, loom: Loom, entries: IntArray, origin: IntArray, copy: IntArray) -> npt.NDArray[np.int64]:
+    """The order of every thread and stream along the new sequence."""
+    chain = source.role[source.chain[origin]]
+    key = np.where(chain >= 0, loom.columns["rank"].astype(np.int64) * (len(source.roles) + 1) + chain, -1)
+    order = np.argsort(key, kind="stable")
+    order = order[np.searchsorted(key[order], 0) :]
+    follows = (key[order[1:]] == key[order[:-1]]) & (copy[order[1:]] != copy[order[:-1]])
+    src, dst = order[:-1][follows], order[1:][follows]
+    how = entries[origin[dst]]
+    known = how[:, 0] >= 0
+    return _rows(src[known], dst[known], how[known, 0], how[known, 1], how[known, 2])
+
+
+def _default_entries(source: _Source, entries: IntArray) -> None:
+    """The first node of a thread or stream had nothing before it; elsewhere it follows without a gap.
+
+    Lanes on which most nodes do not wait for their predecessor (messages that overtake each other) stay unordered.
+    """
+    graph = source.graph
+    nodes = np.flatnonzero((source.chain >= 0) & (source.piece >= 0))
+    chains, at, count = np.unique(source.chain[nodes], return_index=True, return_counts=True)
+    edges = np.flatnonzero(_ordered(source))
+    tied = np.bincount(source.chain[np.unique(source.dst[edges])], minlength=len(graph.lanes) + 1)
+    for chain, first, size in zip(chains.tolist(), nodes[at].tolist(), count.tolist(), strict=True):
+        if entries[first, 0] < 0 and 2 * tied[chain] >= size - 1:
+            on_device = graph.lanes[chain].is_device
+            entries[first] = (0, int(EdgeKind.STREAM if on_device else EdgeKind.PROGRAM), int(EdgeSource.REWRITE))
+
+
+def _across(source: _Source, table: IntArray, base: IntArray) -> tuple[npt.NDArray[np.int64], int]:
+    """Edges between pieces of a rank other than its order, and how many found no source in the new sequence."""
+    graph, piece = source.graph, source.piece
+    between = np.flatnonzero(
+        (piece[graph.pred] != piece[source.dst])
+        & (piece[graph.pred] >= 0)
+        & (piece[source.dst] >= 0)
+        & (graph.rank[graph.pred] == graph.rank[source.dst])
+        & (graph.edge_kind != int(EdgeKind.RENDEZVOUS))
+        & ~_ordered(source)
+    )
+    edges = pd.DataFrame({"edge": between, "from": piece[graph.pred[between]], "to": piece[source.dst[between]]})
+    copies = pd.DataFrame(
+        {"piece": table[:, 0], "rank": table[:, 1], "tag": table[:, 3], "copy": np.arange(len(table))}
+    )
+    rows = edges.merge(copies, left_on="to", right_on="piece")
+    wanted = len(rows)
+    rows = rows.merge(copies, left_on=["from", "rank"], right_on=["piece", "rank"], suffixes=("", "_src"))
+    rows = rows[rows["copy_src"] < rows["copy"]]
+    score = np.where(rows["tag_src"] == rows["tag"], 2, np.where(rows["tag_src"] < 0, 1, 0))
+    rows = rows.assign(score=score).sort_values(["edge", "copy", "score", "copy_src"], kind="stable")
+    rows = rows.drop_duplicates(["edge", "copy"], keep="last")
+    edge = rows["edge"].to_numpy()
+    return _rows(
+        base[rows["copy_src"].to_numpy()] + source.local[graph.pred[edge]],
+        base[rows["copy"].to_numpy()] + source.local[source.dst[edge]],
+        graph.lag_ns[edge],
+        graph.edge_kind[edge],
+        graph.edge_source[edge],
+    ), wanted - len(rows)
+
+
+def _meet(source: _Source, loom: Loom, table: IntArray, origin: IntArray, copy: IntArray) -> None:
+    """New instances of the collectives, their rendezvous edges and hubs."""
+    graph = source.graph
+    member = np.flatnonzero(graph.instance[origin] >= 0)
+    keys = np.stack([graph.instance[origin[member]], table[copy[member], 2], table[copy[member], 3]], axis=1)
+    distinct, code = np.unique(keys, axis=0, return_inverse=True)
+    loom.columns["instance"][member] = code.reshape(-1)
+    loom.collectives.extend(graph.collectives[int(instance)] for instance in distinct[:, 0])
+    new = pd.DataFrame({"node": origin[member], "code": code.reshape(-1), "new": member})
+    hubs = _hubs(source, loom, distinct)
+    nodes = pd.concat([new, hubs]) if len(hubs) else new
+    met = np.flatnonzero(graph.edge_kind == int(EdgeKind.RENDEZVOUS))
+    rows = pd.DataFrame({"edge": met, "src": graph.pred[met], "dst": source.dst[met]})
+    rows = rows.merge(nodes, left_on="src", right_on="node")
+    rows = rows.merge(nodes, left_on=["dst", "code"], right_on=["node", "code"], suffixes=("_src", "_dst"))
+    edge = rows["edge"].to_numpy()
+    loom.edges.append(
+        _rows(
+            rows["new_src"].to_numpy(),
+            rows["new_dst"].to_numpy(),
+            graph.lag_ns[edge],
+            graph.edge_kind[edge],
+            graph.edge_source[edge],
+        )
+    )
+
+
+def _hubs(source: _Source, loom: Loom, distinct: npt.NDArray[Any]) -> pd.DataFrame:
+    """One new hub for each old hub and each new instance that it serves."""
+    graph = source.graph
+    hub = np.flatnonzero(graph.kind == int(NodeKind.RENDEZVOUS))
+    first = graph.pred_ptr[hub]
+    fed = first < graph.pred_ptr[hub + 1]
+    hub, first = hub[fed], first[fed]
+    serves = pd.DataFrame({"node": hub, "instance": graph.instance[graph.pred[first]]})
+    codes = pd.DataFrame({"instance": distinct[:, 0], "code": np.arange(len(distinct))})
+    rows = serves.merge(codes, on="instance")
+    fresh = [
+        loom.node(
+            NodeKind.RENDEZVOUS,
+            name=int(graph.name[node]),
+            rank=int(graph.rank[node]),
+            step=int(graph.step[node]),
+            dur_ns=int(graph.dur_ns[node]),
+        )
+        for node in rows["node"].tolist()
+    ]
+    return rows.assign(new=fresh)[["node", "code", "new"]]

@@ -23,7 +23,7 @@ from scaletrace.parse.job import KINDS, RankTrace
 from scaletrace.parse.match_align import Sequence_, place
 from scaletrace.parse.match_device import device_members
 from scaletrace.parse.match_gloo import gloo_members
-from scaletrace.parse.members import KIND, P2P, UNKNOWN, Members, concatenated, members_from
+from scaletrace.parse.members import KIND, P2P, UNIFORM, UNKNOWN, Members, concatenated, members_from
 
 RUNGS = ("seq", "order", "names", "alone")
 SEQ, ORDER, NAMES, ALONE = range(4)
@@ -123,6 +123,7 @@ def match(table: Table, groups: Groups, ranks: Sequence[int], health: Health) ->
     alone = (table.instance < 0) & ~p2p
     table.instance[alone] = next_id + np.arange(int(alone.sum()))
     _agree_on_kinds(table)
+    _agree_on_sizes(table, health)
 
 
 def _fill_sequence_numbers(table: Table, health: Health) -> None:
@@ -170,7 +171,12 @@ def _occurrence(key: IntArray) -> IntArray:
 def _sequence(table: Table, rows: IntArray) -> Sequence_:
     label = np.where(np.isin(table.kind[rows], [UNKNOWN, KIND["custom"]]), table.label[rows], table.kind[rows])
     return Sequence_(
-        int(table.rank[rows[0]]), label.astype(np.int64), table.size_bytes[rows], table.step[rows], table.end_ns[rows]
+        int(table.rank[rows[0]]),
+        label.astype(np.int64),
+        table.size_bytes[rows],
+        table.step[rows],
+        table.end_ns[rows],
+        bool(np.all(table.on_device[rows] > 0)),
     )
 
 
@@ -226,6 +232,53 @@ def _agree_on_kinds(table: Table) -> None:
         known = kinds[kinds != UNKNOWN]
         if len(known):
             table.kind[row] = known[0]
+
+
+def _agree_on_sizes(table: Table, health: Health) -> None:
+    """Payloads of members whose record is missing: from their instance, else from the same place in another step."""
+    rows = np.flatnonzero(np.isin(table.kind, list(UNIFORM)))
+    for group in np.unique(table.group[rows]).tolist():
+        mine = rows[table.group[rows] == group]
+        if not np.any(table.bytes_in[mine] < 0) or np.all(table.bytes_in[mine] < 0):
+            continue
+        instances, code = np.unique(table.instance[mine], return_inverse=True)
+        code = code.reshape(-1)
+        begun = np.full(len(instances), np.iinfo(np.int64).max)
+        np.minimum.at(begun, code, table.start_ns[mine])
+        sides = []
+        for column in (table.bytes_in, table.bytes_out):
+            known = np.full(len(instances), -1, np.int64)
+            np.maximum.at(known, code, column[mine])
+            sides.append(known)
+        kind = np.zeros(len(instances), np.int64)
+        kind[code] = table.kind[mine].astype(np.int64) * 2**33 + table.label[mine]
+        order = np.argsort(begun, kind="stable")
+        period = _period(kind[order], sides[0][order])
+        for column, known in zip((table.bytes_in, table.bytes_out), sides, strict=True):
+            from_peers = known[code]
+            known[order] = _repeat(known[order], period)
+            column[mine] = np.where(column[mine] >= 0, column[mine], known[code])
+        if inherited := int(np.sum((from_peers < 0) & (table.bytes_out[mine] >= 0))):
+            health.guessed["payloads taken from the same place in another step"] += inherited
+
+
+def _period(kind: IntArray, size: IntArray) -> int:
+    """Smallest shift at which a sequence of kinds and sizes (-1 unknown) repeats, 0 where it does not."""
+    for p in range(1, len(kind) // 2 + 1):
+        a, b = size[:-p], size[p:]
+        if np.array_equal(kind[:-p], kind[p:]) and not np.any((a != b) & (a >= 0) & (b >= 0)):
+            return p
+    return 0
+
+
+def _repeat(size: IntArray, period: int) -> IntArray:
+    """Sizes filled in from the same place of other periods."""
+    if not period:
+        return size
+    place = np.arange(len(size)) % period
+    known = np.full(period, -1, np.int64)
+    np.maximum.at(known, place, size)
+    return np.where(size >= 0, size, known[place])
 
 
 def rung_of(table: Table) -> str:

@@ -18,17 +18,23 @@ from scaletrace.parse.events import IntArray
 UNPLACED = -1
 _BRUTE_FORCE = 4_000_000
 _MAX_SHIFTS = 64
+_DECISIVE = 5.0
+"""How many times better the ends of members must move together to outweigh where the last step ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence_:
-    """One rank's collectives of one group in order: what they are (label, size; -1 unknown), in which step, their end."""
+    """One rank's collectives of one group in order: what they are (label, size; -1 unknown), in which step, their end.
+
+    `tight`: the ends are those of kernels, which members share within microseconds.
+    """
 
     rank: int
     label: IntArray
     size: IntArray
     step: IntArray
     end_ns: IntArray
+    tight: bool = True
 
     def __len__(self) -> int:
         return len(self.label)
@@ -149,21 +155,36 @@ def best_shift(a: Sequence_, b: Sequence_) -> tuple[int | None, bool, bool]:
     if not len(shifts):
         return None, False, True
     bad, same, both = score_shifts(a.label, a.size, a.step, b.label, b.size, b.step, shifts, max(1, shorter // 20))
-    wrong_steps = np.where(both > 0, 1 - same / np.maximum(both, 1), 0.0)
+    # a shift that no step number supports is worth less than one that they all support, more than one they deny
+    wrong_steps = np.where(both > 0, 1 - same / np.maximum(both, 1), 0.5)
     usable = bad <= overlap // 20
     if not usable.any():
         return None, False, True
-    # fewest wrong steps first: a mismatch in the middle costs little, a shift by one step breaks them all
+    # steps before single mismatches: one missing kernel costs a few, a shift by a whole step denies all
     usable &= wrong_steps <= wrong_steps[usable].min() + 0.05
     usable &= bad == bad[usable].min()
     rest = np.flatnonzero(usable)
     if len(rest) > _MAX_SHIFTS:
         rest = rest[np.argsort(-overlap[rest], kind="stable")[:_MAX_SHIFTS]]
     spread, middle = np.array([_ends(a, b, int(s)) for s in shifts[rest]]).T
-    close = np.flatnonzero(spread <= 2 * spread.min() + 1_000)
-    pick = close[np.lexsort((-overlap[rest][close], np.abs(middle[close])))[0]]
-    chosen = rest[pick]
-    return int(shifts[chosen]), len(close) > 1, bool(bad[chosen] > 0)
+    # few pairs move together by chance, so a small overlap must earn its small spread
+    cost = (spread + 1_000) * (overlap[rest].max() / overlap[rest]) ** 2
+    pick = np.lexsort((np.abs(middle), -overlap[rest], np.round(cost, 3)))
+    best = int(pick[0])
+    by_ends = np.flatnonzero(shifts[rest] == _shift_of_ends(a, b))
+    if len(by_ends) and (not (a.tight and b.tight) or cost[by_ends[0]] <= _DECISIVE * cost[best]):
+        best = int(by_ends[0])
+    unsure = len(rest) > 1 and bool(np.partition(cost, 1)[1] <= 2 * cost[best])
+    return int(shifts[rest[best]]), unsure, bool(bad[rest[best]] > 0)
+
+
+def _shift_of_ends(a: Sequence_, b: Sequence_) -> int | None:
+    """The shift at which the last elements meet, where both were issued in the same step; None otherwise.
+
+    A step ends on all ranks with the same call, while sessions lose records at their start.
+    """
+    same = a.step[-1] >= 0 and a.step[-1] == b.step[-1]
+    return len(a) - len(b) if same else None
 
 
 def _ends(a: Sequence_, b: Sequence_, shift: int) -> tuple[float, float]:
@@ -242,6 +263,7 @@ def _extend(line: Sequence_, other: Sequence_, shift: int) -> tuple[Sequence_, i
             grown(line.size, other.size, True),
             grown(line.step, other.step, True),
             grown(line.end_ns, other.end_ns + offset, False),
+            line.tight,
         ),
         before,
     )

@@ -1,7 +1,7 @@
 """Turns sends and receives into pairs: the k-th send from a to b in a group meets b's k-th receive from a.
 
 Where both sides hold the same number in every step, order alone decides. Where a window cut some off on one side, the
-shift does at which sizes and steps agree and no message arrives before it was issued.
+shift does at which sizes and steps agree, no message arrives before it was issued, and the last of a step meet.
 """
 
 from __future__ import annotations
@@ -94,11 +94,14 @@ def _shift(
     fit = np.flatnonzero((overlap >= -(-min(len(sends), len(receives)) // 4)) & (cost == cost[overlap > 0].min()))
     if len(fit) == 0:
         fit = np.flatnonzero(cost == cost.min())
-    best: tuple[float, float, int] | None = None
+    # a step ends with all of its messages taken, and sessions lose records at their start, so ends go together
+    last = int(table.step[sends[-1]])
+    at_end = len(sends) - len(receives) if last >= 0 and last == int(table.step[receives[-1]]) else None
+    best: tuple[float, bool, float, int] | None = None
     for shift in shifts[fit].tolist():
         low, high = max(0, shift), min(len(sends), len(receives) + shift)
         lag = (ended[low - shift : high - shift] - issued[low:high]).astype(np.float64)
         early = max(0.0, -float(lag.min()) - doubt)
-        rank = (early, float(np.median(np.abs(lag))), shift)
+        rank = (early, shift != at_end, float(np.median(np.abs(lag))), shift)
         best = rank if best is None or rank < best else best
-    return (best[2] if best else 0), len(fit) > 1
+    return (best[3] if best else 0), len(fit) > 1

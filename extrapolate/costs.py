@@ -87,7 +87,7 @@ PRIOR_ERROR = 0.25
 all-reduces of 32 to 4,096 GPUs (benchmarks/collectives)."""
 FLOOR_ERROR = 0.03
 PER_DOUBLING_SIZE = 0.02
-PER_DOUBLING_RANKS = 0.015
+PER_DOUBLING_RANKS = 0.03
 
 
 @dataclass(frozen=True, slots=True)

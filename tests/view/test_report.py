@@ -245,3 +245,42 @@ def test_numbers_are_read_from_plain_and_banded_values_only() -> None:
     """Texts, booleans, NaN and missing values are no numbers."""
     expected = [1.0, 2.0, None, None, None, None]
     assert expected == [num(v) for v in (1, {"p50": 2}, "3", True, float("nan"), None)]
+
+
+def test_a_comparison_says_what_explains_the_difference(tmp_path: Path) -> None:
+    """The sentence names the change and its largest part, the plot and the tables have the rest."""
+    lines = [
+        {"what": "gemm", "kind": "compute", "a_ns": 1000, "b_ns": 900, "delta_ns": -100},
+        {"what": "wait <3>", "kind": "gap", "a_ns": 0, "b_ns": 600, "delta_ns": 600},
+    ]
+    answer = {
+        "schema": "scaletrace.diff/1",
+        "a_step_ns": 1000,
+        "b_step_ns": 1500,
+        "delta_ns": 500,
+        "path": lines,
+        "collectives": [{"what": "dp all_reduce", "a_ns": 5, "b_ns": 6, "delta_ns": 1}],
+    }
+    page = write_report(tmp_path / "r.html", [answer])
+    text = page.path.read_text(encoding="utf-8")
+
+    expected = "A step of the second run is 500 ns (50.0 %) longer; most of it is wait &lt;3&gt; (+600 ns on the critical path)."
+    assert expected in text
+    assert "What changed on the critical path" in read(page.path).headings
+    assert "dp all_reduce" in text
+
+
+def test_limits_are_drawn_over_compute(tmp_path: Path) -> None:
+    """Utilization over FLOP is a plot with the wall marked."""
+    points = [{"flop": 10.0**e, "utilization": u, "layout": {"dp": 8}} for e, u in ((24, 0.5), (26, 0.45), (28, 0.1))]
+    answer = {
+        "schema": "scaletrace.limits/1",
+        "device": "h100",
+        "linear_until_flop": 1e26,
+        "wall_flop": 9e27,
+        "curve": points,
+    }
+    page = write_report(tmp_path / "r.html", [answer])
+
+    assert "Utilization over training compute" in read(page.path).headings
+    assert "linear until here" in page.path.read_text(encoding="utf-8")

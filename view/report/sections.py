@@ -9,6 +9,7 @@ from typing import Any
 
 from scaletrace.view import terminal, units
 from scaletrace.view.report import curve, replay
+from scaletrace.view.report.change import change_headline, changes
 from scaletrace.view.report.chart import Plot
 from scaletrace.view.report.collectives import collectives
 from scaletrace.view.report.html import Cell, Html, Table, csv_link, join, tag
@@ -37,10 +38,16 @@ _PLOTS: tuple[Draw, ...] = (
     replay.path_strip,
     collectives,
     utilization,
+    changes,
 )
 """All plots; each draws what an answer has and is left out where it has nothing to draw."""
 _FRAME = ("schema", "scaletrace_version", "input", "health")
-_DRAWN = ("points", "breakdown", "collectives", "stragglers", "critical_path", "steps")
+_DRAWN = {
+    "diff": ("path",),
+    "limits": ("curve",),
+}
+"""Parts that a plot shows, by kind of answer; the rest is listed in tables."""
+_DRAWN_ELSE = ("points", "breakdown", "collectives", "stragglers", "critical_path", "steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ def _headline(doc: Document, kind: str) -> str:
         return terminal.replay_headline(doc)
     if kind == "extrapolate":
         return terminal.curve_headline(doc)
-    return str(doc.get("headline") or "")
+    return str(doc.get("headline") or "") or change_headline(doc)
 
 
 def _steps(doc: Document) -> Html:
@@ -132,11 +139,15 @@ def shown_value(key: str, value: Any) -> str:
     return units.number(number)
 
 
+def _drawn(doc: Document) -> Sequence[str]:
+    return _DRAWN.get(schema_of(doc), _DRAWN_ELSE)
+
+
 def _facts(doc: Document) -> Html:
     """The plain values of an answer (and of its small groups of values), by name."""
     found: list[Html] = []
     for key, value in doc.items():
-        if key in _FRAME or key in _DRAWN or key == "headline":
+        if key in _FRAME or key in _drawn(doc) or key == "headline":
             continue
         if isinstance(value, Mapping) and not any(isinstance(v, Mapping | list) for v in value.values()):
             text = ", ".join(f"{units.clean(k, 60)} {shown_value(str(k), v)}" for k, v in list(value.items())[:40])
@@ -160,7 +171,7 @@ def _tables(doc: Document) -> list[Html]:
         out.append(Table(["GPUs", "fastest layout"], layouts).to_html("Fastest layout by size"))
     for key, value in doc.items():
         records = rows(value)
-        if not records or key in _DRAWN or key in _FRAME or (key == "curve" and schema_of(doc) == "limits"):
+        if not records or key in _drawn(doc) or key in _FRAME:
             continue
         columns = list(dict.fromkeys(str(c) for record in records for c in record))[:14]
         raw: list[list[Cell]] = [[_plain_nested(record.get(c)) for c in columns] for record in records]

@@ -1,0 +1,77 @@
+"""Turns the answers of `diff` and `whatif` into plots: which operations and waits explain the change of a step."""
+
+from __future__ import annotations
+
+from scaletrace.view import units
+from scaletrace.view.report import svg
+from scaletrace.view.report.chart import Plot
+from scaletrace.view.report.html import Cell, Html, Table
+from scaletrace.view.report.read import Document, num, rows
+
+MOST = 14
+_NAMES = 190.0
+
+
+def change_headline(doc: Document) -> str:
+    """One sentence: by how much the step changed and what explains most of it."""
+    before, after = num(doc.get("a_step_ns")), num(doc.get("b_step_ns"))
+    if not before or after is None:
+        return ""
+    delta = after - before
+    if not delta:
+        return "Both runs take the same time."
+    side = "longer" if delta > 0 else "shorter"
+    words = f"A step of the second run is {units.duration(abs(delta))} ({units.percent(abs(delta) / before)}) {side}"
+    changes = sorted(rows(doc.get("path")), key=lambda c: (num(c.get("delta_ns")) or 0) * (-1 if delta > 0 else 1))
+    top = num(changes[0].get("delta_ns")) if changes else None
+    if top and (top > 0) == (delta > 0):
+        words += f"; most of it is {units.shorten(changes[0].get('what'), 80)} ({_signed(top)} on the critical path)"
+    return words + "."
+
+
+def _signed(ns: float) -> str:
+    return f"{'+' if ns >= 0 else '−'}{units.duration(abs(ns))}"
+
+
+def changes(doc: Document) -> Plot | None:
+    """The largest changes along the critical path, a bar each: to the right what got longer, to the left what got shorter."""
+    every = [(c, value) for c in rows(doc.get("path")) if (value := num(c.get("delta_ns"))) is not None and value]
+    if not every:
+        return None
+    every.sort(key=lambda item: -abs(item[1]))
+    drawn = every[:MOST]
+    height = svg.TOP + 22 * len(drawn) + svg.BOTTOM
+    reach = max(abs(value) for _, value in drawn)
+    ticks = [(t, _signed(t) if t else "0") for t in (-reach, 0.0, reach)]
+    x = svg.Scale(-reach, reach, _NAMES + 30, svg.WIDTH - 40, ticks=ticks)
+    parts: list[Html] = []
+    for row, (change, value) in enumerate(drawn):
+        top = svg.TOP + 22 * row
+        name = units.shorten(change.get("what"), 24)
+        left, right = sorted((x(0.0), x(value)))
+        about = f"{units.clean(change.get('what'), 200)}: {_signed(value)}"
+        parts.append(svg.text(_NAMES, top + 14, name, "end"))
+        parts.append(svg.rect(left, top + 2, right - left, 17, "f1 edge" if value > 0 else "f2 edge", about))
+    y = svg.Scale(0, 1, height - svg.BOTTOM, svg.TOP)
+    about = "changes along the critical path"
+    drawing = svg.svg(svg.axes(x, y, "change of a step", ""), *parts, about=about, height=height)
+    raw: list[list[Cell]] = [
+        [
+            units.clean(c.get("what")),
+            units.clean(c.get("kind") or "", 60),
+            num(c.get("a_ns")),
+            num(c.get("b_ns")),
+            value,
+        ]
+        for c, value in every
+    ]
+    shown = [
+        [row[0], row[1], *(units.duration(v) for v in row[2:4] if not isinstance(v, str)), _signed(d)]
+        for row, (_, d) in zip(raw, every, strict=True)
+    ]
+    return Plot(
+        "changes",
+        "What changed on the critical path",
+        drawing,
+        Table(["what", "kind", "a_ns", "b_ns", "delta_ns"], raw, shown),
+    )

@@ -1,0 +1,140 @@
+"""Turns a capture and rules into a step that never ran on the command line: what a change is worth, and `whatif.pftrace`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scaletrace.cli.common import document, exit_codes, out, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from scaletrace.parse.build import Built
+    from scaletrace.replay.whatif import WhatIf
+
+MILLISECOND_NS = 1e6
+
+
+def whatif(
+    path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
+    rules: Annotated[
+        list[str],
+        typer.Option("--set", "-s", help="A change, as TARGET=VALUE; may be given more than once. See below."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the Perfetto trace goes.")] = Path(
+        "whatif.pftrace"
+    ),
+    no_trace: Annotated[bool, typer.Option("--no-trace", help="Write no Perfetto trace.")] = False,
+    slowdown: Annotated[
+        bool,
+        typer.Option(
+            "--slowdown", help="Take out what kernels lost to overlapping communication, put in what they lose."
+        ),
+    ] = False,
+    arbitrate: Annotated[
+        bool, typer.Option("--arbitrate", help="Let kernels that fill the GPU hold back others at run time.")
+    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Write the files, print nothing.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+) -> None:
+    """Change durations, links or delays, and replay.
+
+    Factors multiply the time of kernels and operators by name (gemm*=0.5), class (compute, comm, memory, host), layer
+    (layer:blocks.3=0.5) or rank (rank3.host=0.8); times are added (aten::linear=-5us). bandwidth=2x, bandwidth.nic=2x or
+    bandwidth.tp=2x and latency=0.5 change links; rank3.delay=20ms adds to each step, rank3.delay=none keeps the peers'
+    pace; overlap=ideal and drop=all_reduce say what communication costs.
+
+    Example: scaletrace whatif runs/8gpu --set 'gemm*=0.5' --set bandwidth.nic=2x
+    """
+    with exit_codes(debug):
+        from scaletrace.parse.build import build
+        from scaletrace.parse.load import load
+        from scaletrace.replay.answer import whatif_parts
+        from scaletrace.replay.rules import parse_rule
+        from scaletrace.replay.whatif import whatif as ask
+
+        parsed = [parse_rule(rule) for rule in rules]
+        built = build(load(path))
+        found = ask(built.graph, parsed, arbitrate=arbitrate, slowdown=slowdown)
+        health = built.job.health.to_json()
+        answer = document("scaletrace.whatif/1", path, health, **whatif_parts(built, found))
+        if not no_trace:
+            _write(built, found, output)
+        if json_:
+            print_json(answer)
+        elif not quiet:
+            show(answer, None if no_trace else output)
+
+
+def _write(built: Built, found: WhatIf, output: Path) -> None:
+    from scaletrace.errors import InputError
+    from scaletrace.replay.critical_path import critical_path
+    from scaletrace.view.perfetto import write_timeline
+
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_timeline(output, found.before, projected=found.after, critical_path=critical_path(found.after))
+    except OSError as error:
+        raise InputError(
+            f"{output}: can't be written ({error.strerror}); choose another place with --output"
+        ) from error
+
+
+def show(answer: dict[str, Any], drawn: Path | None) -> None:
+    """Print what the change is worth, step by step and part by part."""
+    from rich.text import Text
+
+    before, after = answer["before_ns"], answer["after_ns"]
+    word = "shorter" if after <= before else "longer"
+    share = abs(after - before) / before if before else 0.0
+    out.print(
+        Text(f"{_ms(before)} ms → {_ms(after)} ms: {_ms(abs(after - before))} ms ({share:.1%}) {word}", style="bold")
+    )
+    for rule in answer["rules"]:
+        out.print(Text(f"  {rule['rule']}: {rule['changed_nodes']:,} nodes changed"))
+    out.print(_steps(answer))
+    out.print(_parts(answer))
+    for note in answer["notes"]:
+        out.print(Text(f"note: {note}"), soft_wrap=True)
+    if drawn is not None:
+        out.print(Text(f"Perfetto trace: {drawn}; open it with: scaletrace view {drawn}"), soft_wrap=True)
+
+
+def _ms(time_ns: float) -> str:
+    return f"{time_ns / MILLISECOND_NS:,.3f}"
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="left" if at == 0 else "right")
+    return table
+
+
+def _steps(answer: dict[str, Any]) -> Table:
+    table = _table("step", "measured ms", "before ms", "after ms", "change")
+    for step in answer["steps"][:16]:
+        label = "window" if step["step"] < 0 else str(step["step"])
+        change = step["after_ns"] / step["before_ns"] - 1 if step["before_ns"] else 0.0
+        values = (step["measured_ns"], step["before_ns"], step["after_ns"])
+        table.add_row(label, *(_ms(value) for value in values), f"{change:+.1%}")
+    return table
+
+
+def _parts(answer: dict[str, Any]) -> Table:
+    """Mean over ranks of each breakdown part, before and after."""
+    table = _table("mean of all ranks", "before ms", "after ms", "change ms")
+    ranks = list(answer["breakdown"])
+    for key in [k for k in answer["breakdown"][ranks[0]] if k != "exposed_by_axis_ns"] if ranks else []:
+        was = sum(answer["breakdown_before"][r][key] for r in ranks) / len(ranks)
+        now = sum(answer["breakdown"][r][key] for r in ranks) / len(ranks)
+        table.add_row(
+            key.removesuffix("_ns").replace("_", " "), _ms(was), _ms(now), f"{(now - was) / MILLISECOND_NS:+,.3f}"
+        )
+    return table

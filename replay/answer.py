@@ -1,0 +1,46 @@
+"""Turns a what-if into the content of `whatif --json`: the step before and after, where time goes, and the new path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scaletrace.parse.build import Built
+from scaletrace.replay.accuracy import step_errors
+from scaletrace.replay.breakdown import breakdown
+from scaletrace.replay.critical_path import critical_path
+from scaletrace.replay.result import path_json
+from scaletrace.replay.timeline import Timeline
+from scaletrace.replay.whatif import WhatIf
+
+
+def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
+    """steps: each with before_ns and after_ns; makespans; breakdown and critical path of the changed job."""
+    before = {e.step: e for e in _steps(built, found.before)}
+    return {
+        "rules": [{"rule": rule.text, "changed_nodes": found.changed[rule.text]} for rule in found.rules],
+        "steps": [
+            {
+                "step": e.step,
+                "measured_ns": e.measured_ns,
+                "before_ns": before[e.step].replayed_ns,
+                "after_ns": e.replayed_ns,
+            }
+            for e in _steps(built, found.after)
+        ],
+        "before_ns": found.before.makespan_ns,
+        "after_ns": found.after.makespan_ns,
+        "change_ns": found.change_ns,
+        "speedup": found.speedup if found.after.makespan_ns else None,
+        "breakdown_before": _parts(found.before),
+        "breakdown": _parts(found.after),
+        "critical_path": path_json(critical_path(found.after)),
+        "notes": list(found.notes),
+    }
+
+
+def _steps(built: Built, timeline: Timeline) -> list[Any]:
+    return step_errors(built.graph, built.measured, timeline)
+
+
+def _parts(timeline: Timeline) -> dict[str, Any]:
+    return {str(part.rank): part.to_json() for part in breakdown(timeline)}

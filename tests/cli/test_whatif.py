@@ -1,0 +1,86 @@
+"""`scaletrace whatif` and `scaletrace diff` answer in tables and in JSON, and refuse what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from scaletrace.cli.diff import diff
+from scaletrace.cli.whatif import whatif
+from tests.parse.traces import call, kernel, write
+
+
+def run(command: Any, *arguments: str) -> Any:
+    """Run one command as the program does."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Path:
+    """One rank with two kernels of 50 and 20 us."""
+    events = [call("cudaLaunchKernel", 0, 4, 1), kernel("gemm", 6, 50, 1)]
+    events += [call("cudaLaunchKernel", 10, 4, 2), kernel("add", 57, 20, 2)]
+    folder = tmp_path / "capture"
+    folder.mkdir()
+    return write(folder, [events])
+
+
+def test_whatif_json(capture: Path, tmp_path: Path) -> None:
+    """Half the gemm is 25 us less, and the trace is written."""
+    target = tmp_path / "out.pftrace"
+    answer = json.loads(run(whatif, str(capture), "--set", "gemm=0.5", "--json", "-o", str(target)).stdout)
+
+    assert ("scaletrace.whatif/1", -25_000) == (answer["schema"], answer["change_ns"])
+    assert [{"rule": "gemm=0.5", "changed_nodes": 1}] == answer["rules"]
+    assert target.stat().st_size > 0
+
+
+def test_whatif_table(capture: Path) -> None:
+    """The headline says what the change is worth."""
+    found = run(whatif, str(capture), "--set", "gemm=0.5", "--no-trace")
+
+    assert 0 == found.exit_code
+    assert "0.077 ms → 0.052 ms: 0.025 ms (32.5%) shorter" in found.stdout
+
+
+@pytest.mark.parametrize(("rule", "code"), [("gemm", 2), ("nothing=2", 2), ("rank9.gemm=2", 2), ("gemm=quick", 2)])
+def test_wrong_rules_are_wrong_usage(capture: Path, rule: str, code: int) -> None:
+    """Exit code 2, a sentence on stderr, nothing on stdout."""
+    found = run(whatif, str(capture), "--set", rule, "--no-trace", "--json")
+
+    assert (code, "") == (found.exit_code, found.stdout)
+    assert rule in found.stderr
+
+
+def test_missing_capture_is_an_input_error(tmp_path: Path) -> None:
+    """Exit code 1 and the path in the sentence."""
+    found = run(whatif, str(tmp_path / "nowhere"), "--set", "gemm=2", "--no-trace")
+
+    assert 1 == found.exit_code
+    assert "nowhere" in found.stderr
+
+
+def test_diff_explains_the_difference(tmp_path: Path) -> None:
+    """The second run's gemm takes 30 us longer, and the path's lines sum to the difference."""
+    folders = []
+    for name, dur in (("a", 50), ("b", 80)):
+        (tmp_path / name).mkdir()
+        folders.append(write(tmp_path / name, [[call("cudaLaunchKernel", 0, 4, 1), kernel("gemm", 6, dur, 1)]]))
+    answer = json.loads(run(diff, str(folders[0]), str(folders[1]), "--json").stdout)
+
+    assert 30_000 == answer["delta_ns"] == sum(line["delta_ns"] for line in answer["path"])
+    assert ("gemm", "compute", 30_000) == tuple(answer["path"][0][key] for key in ("what", "kind", "delta_ns"))
+
+
+def test_diff_table(capture: Path) -> None:
+    """A run against itself differs in nothing."""
+    found = run(diff, str(capture), str(capture))
+
+    assert (0, "0.077 ms → 0.077 ms a step: +0.000 ms (+0.0%)\n") == (found.exit_code, found.stdout)

@@ -62,7 +62,8 @@ def _unfinished(events: Events) -> BoolArray:
 
 def _is_cut(health: Health) -> bool:
     """Whether the reader lost the end of this file."""
-    return any("truncat" in reason for kind in (health.repaired, health.clipped, health.dropped) for reason in kind)
+    said = [*health.repaired, *health.clipped, *health.dropped, *health.notes]
+    return any("truncated" in text or "cut off" in text for text in said)
 
 
 def _last_end(events: Events) -> int:

@@ -13,7 +13,8 @@ from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array,
 from scaletrace.parse.gpu_clock import device_shift
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import RUNTIME_CATS, Call, Calls, Spans, spans_of
-from scaletrace.parse.streams import EXPLAINED, Kernels, SyncEdges
+from scaletrace.parse.streams import Kernels
+from scaletrace.parse.syncs import EXPLAINED, SyncEdges
 
 GPU_CATS = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
 COPY_CATS = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")

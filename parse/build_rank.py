@@ -27,7 +27,8 @@ from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import ANNOTATION_CATS, OP_CATS, Call, Calls, find_calls, op_spans, step_of
 from scaletrace.parse.job import RankTrace
-from scaletrace.parse.streams import CONTRADICTED_NS, UNEXPLAINED, Kernels, SyncEdges, infer_streams, infer_syncs
+from scaletrace.parse.streams import CONTRADICTED_NS, Kernels, infer_streams
+from scaletrace.parse.syncs import UNEXPLAINED, SyncEdges, infer_syncs
 
 _SOURCE_KIND = np.zeros(len(EdgeSource), np.uint8)
 _SOURCE_KIND[:] = int(EdgeKind.EVENT_WAIT)

@@ -27,8 +27,10 @@ def find_steps(events: Events, health: Health, annotation: str | None = None) ->
     marks = {code: hit for code, text in enumerate(events.strings) if (hit := pattern.fullmatch(text)) is not None}
     is_mark = np.isin(events.name, list(marks)) & (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN)
     rows = np.flatnonzero(is_mark & events.in_cats(*_HOST_MARKS))
-    work_ns = np.sort(events.ts_ns[events.in_cats(*HOST_CATS) & (events.ph == ord("X")) & ~is_mark])
-    cut_ns = _last_end(events)
+    work = events.in_cats(*HOST_CATS) & (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN) & ~is_mark
+    work_ns = np.sort(events.ts_ns[work])
+    # a truncated file can be trusted up to the end of the last thing that was called
+    cut_ns = int(events.end_ns[work].max()) if work.any() else TIME_UNKNOWN
     unfinished = _unfinished(events)
     found: list[Step] = []
     for row in rows.tolist():
@@ -64,9 +66,3 @@ def _is_cut(health: Health) -> bool:
     """Whether the reader lost the end of this file."""
     said = [*health.repaired, *health.clipped, *health.dropped, *health.notes]
     return any("truncated" in text or "cut off" in text for text in said)
-
-
-def _last_end(events: Events) -> int:
-    """End of the last thing that was called, which is as far as a truncated file can be trusted."""
-    work = events.in_cats(*HOST_CATS) & (events.ph == ord("X"))
-    return int(events.end_ns[work].max()) if work.any() else TIME_UNKNOWN

@@ -1,1 +1,91 @@
-"""Turns a program of kernels and collectives per rank into Kineto files like those of a real run."""
+"""Turns a program of kernels and collectives per rank into Kineto files like those of a real run, whole or with faults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from scaletrace.errors import UsageError
+from scaletrace.traces.synth.faults import Fault, damage_events, damage_text
+from scaletrace.traces.synth.kineto import (
+    START_NS,
+    Style,
+    file_name,
+    header,
+    rank_events,
+    trace_text,
+    write_text,
+)
+from scaletrace.traces.synth.program import (
+    Annotation,
+    Collective,
+    HostOp,
+    Instruction,
+    Kernel,
+    ProcessGroup,
+    SynthJob,
+    Sync,
+    Wait,
+)
+from scaletrace.traces.synth.schedule import Schedule, schedule
+
+__all__ = [
+    "Annotation",
+    "Collective",
+    "Fault",
+    "HostOp",
+    "Instruction",
+    "Kernel",
+    "ProcessGroup",
+    "Schedule",
+    "Style",
+    "SynthJob",
+    "Sync",
+    "Wait",
+    "plan",
+    "schedule",
+    "write_capture",
+]
+
+
+def plan(job: SynthJob, faults: Sequence[Fault] = ()) -> Schedule:
+    """When everything happens, with the faults that change timing (slow ranks, delays) applied."""
+    slow = {r: f.amount for f in faults if f.kind == "slow" for r in job.programs if f.concerns(r)}
+    delay = {r: round(f.amount) for f in faults if f.kind == "delay" for r in job.programs if f.concerns(r)}
+    return schedule(job, slow=slow, delay_ns=delay)
+
+
+def write_capture(job: SynthJob, folder: Path, faults: Sequence[Fault] = (), style: Style | None = None) -> list[Path]:
+    """Write one Kineto file for each rank with a program; returns the files. Raises UsageError for a rank out of range."""
+    for fault in faults:
+        if fault.rank >= 0 and fault.rank not in job.programs:
+            raise UsageError(f"fault {fault.kind}: rank {fault.rank} is not written; there are {sorted(job.programs)}")
+    timing = plan(job, faults)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for rank in sorted(job.programs):
+        mine = [fault for fault in faults if fault.concerns(rank)]
+        kinds = {fault.kind for fault in mine}
+        if "missing" in kinds:
+            continue
+        how = _style(style or Style(), kinds)
+        starts = [START_NS + timing.start_ns[first] for _, first, _ in timing.plans[rank].steps]
+        events = damage_events(rank_events(job, timing, rank, how), mine, rank, starts)
+        text = damage_text(trace_text(header(job, rank, how), events), mine, rank)
+        names = [file_name(rank), f"again-{file_name(rank)}"] if "twice" in kinds else [file_name(rank)]
+        for name in names:
+            write_text(folder / name, text)
+            written.append(folder / name)
+    return written
+
+
+def _style(style: Style, kinds: set[str]) -> Style:
+    """The style with what the faults leave out."""
+    old = "old-torch" in kinds
+    return Style(
+        sync_events=style.sync_events and not old and "no-sync-events" not in kinds,
+        sequence=style.sequence and not old and "no-sequence" not in kinds,
+        groups=style.groups and not old,
+        kernel_metadata=style.kernel_metadata and not old,
+        shapes=style.shapes and "no-shapes" not in kinds,
+    )

@@ -157,16 +157,15 @@ def evaluate(base: Base, gpus: int, options: Options) -> Point:
     all_steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
     lost_s = straggler_s(base, gpus, done.scaled.dur_ns, all_steps)
     comm_low, comm_high = _communication_band(graph, done.scaled, step_s)
-    times = step_times_ns(graph, timeline.start_ns, timeline.end_ns)
-    jitter = float(np.std(times, ddof=1)) * 1e-9 if len(times) > 1 else base.noise.residual_cv * step_s
     noise_sigma = lost_s * (PRIOR_NOISE_FACTOR if base.noise.source.startswith("prior") else MEASURED_NOISE_FACTOR)
     known = base.slowdown.pairs > 0 or base.slowdown.source == "given"
     overlap_sigma = (step_s - ideal_s) * (MEASURED_OVERLAP_FACTOR if known else PRIOR_OVERLAP_FACTOR)
-    common = (SIGMAS * noise_sigma) ** 2 + (SIGMAS * overlap_sigma) ** 2 + (SIGMAS * jitter) ** 2
+    common = (SIGMAS * noise_sigma) ** 2 + (SIGMAS * overlap_sigma) ** 2 + (SIGMAS * base.jitter_s) ** 2
     total = step_s + lost_s
     part = shares(graph, timeline.start_ns, timeline.end_ns)
     keep = step_s / total if total else 1.0
-    tokens, flop = options.tokens_per_step, options.flop_per_step
+    tokens = options.tokens_per_step or base.tokens_per_step
+    flop = options.flop_per_step or base.flop_per_step
     scale = 1.0 if options.weak else base.ranks / gpus
     return Point(
         gpus=gpus,

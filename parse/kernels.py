@@ -22,7 +22,8 @@ UNKNOWN = 0
 """Code of a name that no rule matches."""
 
 _CANDIDATE = re.compile(
-    r"all.?(reduce|gather|to.?all)|reduce.?scatter|broadcast_?kernel|send.?recv|\bcomm|dispatch|combine|p2p|peer", re.IGNORECASE
+    r"all.?(reduce|gather|to.?all)|reduce.?scatter|broadcast_?kernel|send.?recv|\bcomm|dispatch|combine|p2p|peer",
+    re.IGNORECASE,
 )
 
 

@@ -27,7 +27,7 @@ Python id|Python parent id|Python module id|Python thread
 Bytes|Addr|Device Type|Device Id|Total Allocated|Total Reserved
 fromDevice|inDevice|toDevice|num_warps|num_stages|flops|sqid|seq_num|stream_id|Op count|hsa_queue|Trace iteration|rank
 """
-_REALS = "blocks per SM|warps per SM|est. achieved occupancy %|Est. SM Efficiency|value"
+_REALS = "blocks per SM|warps per SM|est. achieved occupancy %|memory bandwidth (GB/s)|Est. SM Efficiency|value"
 _TEXTS = """
 Collective name|dtype|In split size|Out split size
 Process Group Name|Process Group Description|Process Group Ranks

@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from scaletrace.jit import jit
 from scaletrace.parse.events import ByteArray, IntArray
+from scaletrace.parse.scan_jit import jit
 
 SENTINEL = 16
 WHERE = 32
@@ -37,7 +37,7 @@ FNV_SEED = np.uint64(0xCBF29CE484222325)
 FNV_PRIME = np.uint64(0x100000001B3)
 _U10 = np.uint64(10)
 _UMAX = np.uint64(0xFFFFFFFFFFFFFFFF)
-_I63 = np.uint64(0x7FFFFFFFFFFFFFFF)
+_I62, _I63 = np.uint64(0x3FFFFFFFFFFFFFFF), np.uint64(0x7FFFFFFFFFFFFFFF)
 _U0, _U1, _U2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
@@ -326,10 +326,34 @@ def scaled(negative: bool, digits: np.uint64, power: int) -> tuple[int, bool]:
 
 
 @jit
+def _product_error(a: float, b: float) -> float:
+    """Exact difference between a x b and its rounded value (Dekker's product)."""
+    high, low = _halves(a)
+    other_high, other_low = _halves(b)
+    rounded = a * b
+    return ((high * other_high - rounded) + high * other_low + low * other_high) + low * other_low
+
+
+@jit
+def _halves(a: float) -> tuple[float, float]:
+    c = 134217729.0 * a
+    high = c - (c - a)
+    return high, a - high
+
+
+@jit
 def real(negative: bool, digits: np.uint64, power: int) -> float:
-    """digits x 10^power as float64 (correctly rounded for up to 15 digits and powers to 22)."""
+    """digits x 10^power as float64; what Python's float gives for up to 18 digits and powers from -22 to 0.
+
+    The quotient is corrected by its exact remainder, since 17 digits and a power of ten do not both fit a float64.
+    """
     value = float(np.float64(digits))
-    if power < 0:
+    if -22 <= power < 0 and digits < _I62:
+        divisor = 10.0**-power
+        rest = float(np.float64(I64(digits) - I64(value)))
+        quotient = value / divisor
+        value = quotient + ((value - quotient * divisor) - _product_error(quotient, divisor) + rest) / divisor
+    elif power < 0:
         value = value / 10.0**-power if power >= -300 else 0.0
     elif power > 0:
         value = value * 10.0 ** min(power, 400)

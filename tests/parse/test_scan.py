@@ -8,13 +8,15 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scaletrace.errors import CorruptTraceError
 from scaletrace.parse.events import Events
 from scaletrace.parse.limits import Limits
 from scaletrace.parse.reader import TraceFile, read_file
 from scaletrace.parse.scan_keys import fnv1a
-from scaletrace.parse.scan_text import hash_bytes, scaled
+from scaletrace.parse.scan_text import hash_bytes, real, scaled
 
 
 def read(text: str | bytes, **options: object) -> TraceFile:
@@ -271,3 +273,12 @@ def test_scaling_rounds_half_to_even_and_says_when_it_had_to_cap() -> None:
     assert (-12000, False) == scaled(True, np.uint64(12), 3)
     assert (0, False) == scaled(False, np.uint64(5), -40)
     assert (2**63 - 1, True) == scaled(False, np.uint64(5), 30)
+
+
+@given(st.decimals(0, 10**6, places=16), st.integers(1, 22))
+@settings(deadline=None, max_examples=300)
+def test_reals_are_those_of_the_standard_decoder(value: Decimal, places: int) -> None:
+    """Up to 18 digits and 22 decimals round as float() does."""
+    digits = int(value.scaleb(16)) % 10**18
+
+    assert float(f"{digits}e-{places}") == real(False, np.uint64(digits), -places)

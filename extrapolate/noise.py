@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 SMALL_SEGMENT = 0.01
 """Segments below this share of the step are left out: their noise is large and doesn't matter."""
 LARGEST_CV = 0.5
-OUTLIER = 4.0
+OUTLIER = 10.0
 UNLIKE = 3.0
 """A segment that takes this many times as long on one rank as on another holds other work there: not comparable."""
 

@@ -23,6 +23,7 @@ def _log_cdf() -> Floats:
 
 
 _LOG_CDF = _log_cdf()
+_ABOVE_ZERO = np.heaviside(np.round(_GRID, 9), 0.5)
 
 
 @lru_cache(maxsize=4096)
@@ -31,7 +32,7 @@ def expected_max(n: float) -> float:
     if n <= 1:
         return 0.0
     below = np.exp(n * _LOG_CDF)
-    return float(np.trapezoid(np.where(_GRID > 0, 1.0, 0.0) - below, _GRID))
+    return float(np.trapezoid(_ABOVE_ZERO - below, _GRID))
 
 
 @lru_cache(maxsize=4096)
@@ -40,7 +41,7 @@ def variance_of_max(n: float) -> float:
     if n <= 1:
         return 1.0
     below = np.exp(n * _LOG_CDF)
-    second = np.trapezoid(2 * _GRID * (np.where(_GRID > 0, 1.0, 0.0) - below), _GRID)
+    second = np.trapezoid(2 * _GRID * (_ABOVE_ZERO - below), _GRID)
     return float(second - expected_max(n) ** 2)
 
 

@@ -1,0 +1,68 @@
+"""Overlap: how much of a kernel ran beside a collective, what that cost, and putting another overlap in its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scaletrace.extrapolate import overlap
+from scaletrace.extrapolate.draft import Draft
+from scaletrace.parse.graph import Graph, GraphGroup, NodeKind
+from scaletrace.replay.engine import replay
+
+
+def _graph(names: list[str], durations: list[int], transfer_ns: int) -> Graph:
+    """A chain of kernels on one stream beside one transfer that starts with them on another."""
+    draft = Draft(groups=[GraphGroup("dp", 2, 1)])
+    draft.collective("all_reduce", 0, 64, [(0, []), (1, [])], transfer_ns)
+    before: list[int] = []
+    for name, dur_ns in zip(names, durations, strict=True):
+        before = [draft.node(NodeKind.KERNEL, dur_ns, name=name, after=before)]
+    return draft.graph()
+
+
+def test_union_and_cover_count_every_moment_once() -> None:
+    """Two overlapping intervals and a separate one cover 25 of the 40 ns asked for."""
+    low, high = np.array([10, 0, 50]), np.array([20, 15, 60])
+
+    assert [[0, 50], [20, 60]] == [array.tolist() for array in overlap.union(low, high)]
+    assert [20, 5] == overlap.covered(np.array([0, 30]), np.array([25, 55]), low, high).tolist()
+
+
+def test_share_is_the_part_of_a_kernel_beside_a_resident_collective() -> None:
+    """A transfer of 150 ns covers the first kernel of 100 wholly, the second by half, the third not."""
+    graph = _graph(["a", "b", "c"], [100, 100, 100], 150)
+    timeline = replay(graph)
+    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+
+    assert [1.0, 0.5, 0.0] == share[graph.kind == NodeKind.KERNEL].tolist()
+
+
+def test_slowdown_is_measured_on_kernels_that_ran_both_ways() -> None:
+    """Eight GEMMs took 140 ns beside the collective and 100 without: κ is 0.4; the default lies between it and the prior."""
+    graph = _graph(["gemm"] * 16, [140] * 8 + [100] * 8, 8 * 140)
+    timeline = replay(graph)
+    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+
+    found = overlap.measure(graph, share, prior=0.1)
+
+    assert {"gemm": pytest.approx(0.4)} == dict(found.by_name)
+    assert 0.1 < found.default < 0.4 and found.pairs == 1
+
+
+def test_too_few_kernels_leave_the_prior() -> None:
+    """Four pairs are no evidence: the device's prior is used, and said to be one."""
+    graph = _graph(["gemm"] * 8, [140] * 4 + [100] * 4, 4 * 140)
+    timeline = replay(graph)
+    found = overlap.measure(graph, overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns), prior=0.1)
+
+    assert (0.1, {}, "prior of the device") == (found.default, dict(found.by_name), found.source)
+
+
+def test_applying_the_measured_overlap_changes_no_bit() -> None:
+    """Taking the overlap out and putting the same back is exact; more overlap lengthens, none takes the slowdown out."""
+    dur, kappa, was = np.array([137, 1000, 999]), np.full(3, 0.4), np.array([1.0, 0.5, 0.0])
+
+    assert dur.tolist() == overlap.apply(dur, kappa, was, was.copy()).tolist()
+    assert [98, 833, 999] == overlap.apply(dur, kappa, was, np.zeros(3)).tolist()
+    assert [137, 1167, 1399] == overlap.apply(dur, kappa, was, np.ones(3)).tolist()

@@ -85,7 +85,7 @@ def _marks(doc: Document, x: svg.Scale, y: svg.Scale) -> Html:
         at = x(size)
         anchor = "end" if at > svg.WIDTH / 2 else "start"
         parts.append(svg.line([(at, y.start), (at, y.end)], "mark"))
-        parts.append(svg.text(at + (-5 if anchor == "end" else 5), y.end + 12 + 17 * row, words, anchor))
+        parts.append(svg.text(at + (-5 if anchor == "end" else 5), y.end + 12 + 17 * row, words, anchor, "halo"))
     return join(*parts)
 
 

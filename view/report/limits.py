@@ -28,7 +28,7 @@ def utilization(doc: Document) -> Plot | None:
         if at is not None and low <= at <= high:
             anchor = "end" if x(at) > svg.WIDTH / 2 else "start"
             parts.append(svg.line([(x(at), y.start), (x(at), y.end)], "mark"))
-            parts.append(svg.text(x(at) + (-5 if anchor == "end" else 5), y.end + 12 + 17 * row, words, anchor))
+            parts.append(svg.text(x(at) + (-5 if anchor == "end" else 5), y.end + 12 + 17 * row, words, anchor, "halo"))
     for flop, value, p in known:
         about = f"{flop:.3g} FLOP: {units.percent(value)}, {terminal.layout_text(p.get('layout'))}"
         parts.append(svg.point(x(flop), y(value), "f0", about))

@@ -9,9 +9,10 @@ import numpy as np
 from scaletrace.jit import jit
 from scaletrace.parse.build_cpu import RankCpu, add_cpu_rank
 from scaletrace.parse.build_draft import Draft, finish
-from scaletrace.parse.build_gpu import GPU_CATS, RankGpu
+from scaletrace.parse.build_gpu import RankGpu
 from scaletrace.parse.build_rank import RankInput, add_rank, external_kernels, read_rank
 from scaletrace.parse.build_stalls import Columns, add_occupancy, add_tight_ends, insert_stalls, residuals, time_sliced
+from scaletrace.parse.cats import DEVICE_CATS
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import (
     EdgeKind,
@@ -81,7 +82,7 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
     gpus: list[RankGpu] = []
     found: list[MemberNodes] = []
     for rank in inputs:
-        if rank.trace.events.in_cats(*GPU_CATS).any():
+        if rank.trace.events.in_cats(*DEVICE_CATS).any():
             part = read_rank(rank, health)
             rank.shift_ns -= part.device_shift_ns
             gpus.append(add_rank(draft, rank, part, health))
@@ -301,12 +302,13 @@ def _quality(draft: Draft, nodes: Columns, residual: IntArray, ranks: list[int],
     device &= nodes["release_ns"][:count] < 0
     late = np.abs(residual[device])
     stall = nodes["kind"] == int(NodeKind.STALL)
-    by_rank = np.bincount(nodes["rank"][stall], weights=nodes["dur_ns"][stall]).astype(np.int64) if stall.any() else []
+    top = max(ranks, default=0) + 1
+    by_rank = np.bincount(nodes["rank"][stall], weights=nodes["dur_ns"][stall], minlength=top).astype(np.int64)
     window = int(nodes["end_ns"].max() - nodes["start_ns"].min()) if count else 0
     return Quality(
         explained_starts=float((late <= 20_000).mean()) if len(late) else 1.0,
         explained_tight=float((late <= 5_000).mean()) if len(late) else 1.0,
-        unexplained_stall_ns={rank: int(by_rank[rank]) if rank < len(by_rank) else 0 for rank in ranks},
+        unexplained_stall_ns={rank: int(by_rank[rank]) for rank in ranks},
         window_ns=window,
         offered=dict(draft.offered),
         contradicted=dict(draft.contradicted),

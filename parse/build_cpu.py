@@ -8,16 +8,18 @@ at which the caller is released, so that a caller may go on up to milliseconds e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from scaletrace.jit import jit
 from scaletrace.parse.build_draft import Draft
+from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.host import ANNOTATION_CATS, OP_CATS, outermost, spans_of, step_of
+from scaletrace.parse.host import layers_at, outermost, spans_of, step_of, thread_name
 from scaletrace.parse.job import KINDS, Job, RankTrace
 
 BLOCKED_NS = 60_000
@@ -256,6 +258,36 @@ def _host_points(
     return np.unique(np.concatenate(parts))
 
 
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The main thread between the points: stretches, which of them were blocked, and which end in a wait."""
+
+    at: IntArray
+    to: IntArray
+    dur: IntArray
+    waiting: IntArray
+    of_wait: IntArray
+
+
+def _chain(points: IntArray, waits: Waits) -> _Chain:
+    """A blocked stretch keeps a short time of its own; the rest is for the awaited works to explain."""
+    at, to = points[:-1], points[1:]
+    of_wait = np.searchsorted(points, waits.to_ns) - 1
+    blocked = np.zeros(len(at), np.bool_)
+    blocked[of_wait[waits.from_ns < waits.to_ns]] = True
+    dur = np.where(blocked, np.minimum(to - at, OWN_WAIT_NS), to - at)
+    return _Chain(at, to, dur, np.unique(of_wait[of_wait >= 0]), of_wait)
+
+
+def _operators(events: Events, thread: int, at: IntArray) -> IntArray:
+    """Row of the operator that each stretch lies in: a communicating one where there is, else the outermost; or -1."""
+    ops = events.in_cats(*OP_CATS) & (events.lane == thread)
+    lane = np.full(len(at), thread, np.int32)
+    row = spans_of(events, ops).at(lane, at)
+    fine = spans_of(events, ops & _communicates(events)).at(lane, at)
+    return np.where(fine >= 0, fine, row)
+
+
 def _add_main(
     draft: Draft,
     trace: RankTrace,
@@ -265,56 +297,47 @@ def _add_main(
     steps: list[tuple[int, int, int]],
     shift_ns: int,
 ) -> tuple[Int32Array, Int32Array]:
-    """Nodes between the points, in one chain; returns the node that ends at each point and the WAIT of each wait.
-
-    A blocked stretch keeps a short time of its own and then a WAIT of no length, which the awaited works hold back.
-    """
+    """Nodes between the points, in one chain; returns the node that ends at each point and the WAIT of each wait."""
     events = trace.events
     if len(points) < 2:
         return np.full(len(points), -1, np.int32), np.full(len(waits.to_ns), -1, np.int32)
-    at, to = points[:-1], points[1:]
-    blocked = np.zeros(len(at), np.bool_)
-    for_wait = np.searchsorted(points, waits.to_ns) - 1
-    stretch = waits.from_ns < waits.to_ns
-    blocked[for_wait[stretch]] = True
-    dur = np.where(blocked, np.minimum(to - at, OWN_WAIT_NS), to - at)
-    ops = events.in_cats(*OP_CATS) & (events.lane == thread)
-    row = spans_of(events, ops).at(np.full(len(at), thread, np.int32), at)
-    fine = spans_of(events, ops & _communicates(events)).at(np.full(len(at), thread, np.int32), at)
-    row = np.where(fine >= 0, fine, row)
+    chain = _chain(points, waits)
+    count, waiting = len(chain.at), chain.waiting
+    row = _operators(events, thread, chain.at)
     name = draft.name_codes(events.strings, np.where(row >= 0, events.name[np.maximum(row, 0)], -1))
     name[row < 0] = draft.name("between operators")
-    lane = draft.lane(trace.rank, events.lanes[thread].name or f"thread {events.lanes[thread].tid}", False)
-    has_wait = np.zeros(len(at), np.bool_)
-    has_wait[for_wait[for_wait >= 0]] = True
-    count = len(at)
-    order = np.argsort(np.concatenate((np.arange(count) * 2, np.flatnonzero(has_wait) * 2 + 1)), kind="stable")
-    waiting = np.flatnonzero(has_wait)
-    step = step_of(at, steps)
-    both = lambda host, wait: np.concatenate((host, wait))[order]
+    step = step_of(chain.at, steps)
+    layer = layers_at(draft, events, np.full(count, thread, np.int32), chain.at)
+    order = np.argsort(np.concatenate((np.arange(count) * 2, waiting * 2 + 1)), kind="stable")
+    wait_kind, wait_name = np.full(len(waiting), int(NodeKind.WAIT)), draft.name("wait for communication")
+
+    def both(host: IntArray | Int32Array, wait: Any) -> npt.NDArray[Any]:
+        return np.concatenate((host, np.broadcast_to(wait, (len(waiting),))))[order]
+
     release = np.full(count + len(waiting), NO_RELEASE, np.int64)
-    release[0] = at[0] + shift_ns
+    release[0] = chain.at[0] + shift_ns
     ids = draft.add_nodes(
         count + len(waiting),
-        dur_ns=both(dur, np.zeros(len(waiting), np.int64)),
+        dur_ns=both(chain.dur, 0),
         release_ns=release,
-        kind=both(np.full(count, int(NodeKind.HOST)), np.full(len(waiting), int(NodeKind.WAIT))),
+        kind=both(np.full(count, int(NodeKind.HOST)), wait_kind),
         rank=trace.rank,
-        lane=lane,
-        name=both(name, np.full(len(waiting), draft.name("wait for communication"))),
+        lane=draft.lane(trace.rank, thread_name(events, thread), False),
+        name=both(name, wait_name),
         step=both(step, step[waiting]),
-        event=both(row, np.full(len(waiting), -1)),
-        start_ns=both(at, to[waiting]) + shift_ns,
-        end_ns=both(at + dur, to[waiting]) + shift_ns,
+        layer=both(layer, layer[waiting]),
+        event=both(row, -1),
+        start_ns=both(chain.at, chain.to[waiting]) + shift_ns,
+        end_ns=both(chain.at + chain.dur, chain.to[waiting]) + shift_ns,
     )
     draft.add_edges(ids[:-1], ids[1:], 0, EdgeKind.PROGRAM, EdgeSource.ORDER)
     back = np.empty(len(order), np.int64)
     back[order] = np.arange(len(order))
     wait_node = np.full(count, -1, np.int32)
     wait_node[waiting] = ids[back[count:]]
-    last = np.where(has_wait, wait_node, ids[back[:count]])
-    ends_at = np.concatenate(([ids[0]], last)).astype(np.int32)
-    return ends_at, np.where(for_wait >= 0, wait_node[np.maximum(for_wait, 0)], -1).astype(np.int32)
+    last = np.where(wait_node >= 0, wait_node, ids[back[:count]])
+    of_wait = np.where(chain.of_wait >= 0, wait_node[np.maximum(chain.of_wait, 0)], -1)
+    return np.concatenate((ids[:1], last)).astype(np.int32), of_wait.astype(np.int32)
 
 
 def _communicates(events: Events) -> BoolArray:
@@ -335,9 +358,7 @@ def _add_works(
     """ARRIVE and TRANSFER of each work on the lane of its worker (of the caller, apart, for point-to-point)."""
     events, count = trace.events, len(works.row)
     lanes = {
-        int(code): draft.lane(
-            trace.rank, events.lanes[int(code)].name or f"thread {events.lanes[int(code)].tid}", False
-        )
+        int(code): draft.lane(trace.rank, thread_name(events, int(code)), False)
         for code in np.unique(works.lane[~works.on_main])
     }
     if works.on_main.any():

@@ -67,6 +67,9 @@ class Draft:
     def name(self, text: str) -> int:
         return self.names.setdefault(text, len(self.names))
 
+    def layer(self, text: str) -> int:
+        return self.layers.setdefault(text, len(self.layers))
+
     def name_codes(self, strings: Sequence[str], codes: npt.NDArray[Any]) -> Int32Array:
         """Codes of one rank's string table as codes of the graph's names."""
         used, inverse = np.unique(codes, return_inverse=True)

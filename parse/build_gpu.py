@@ -9,18 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.parse.build_draft import group_by
-from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
+from scaletrace.parse.cats import COPY_CATS, DEVICE_CATS, SET_CATS, SYNC_CATS
+from scaletrace.parse.events import TIME_UNKNOWN, Events, Int32Array, IntArray
 from scaletrace.parse.gpu_clock import device_shift
 from scaletrace.parse.health import Health
-from scaletrace.parse.host import RUNTIME_CATS, Call, Calls, Spans, spans_of
+from scaletrace.parse.host import Call, Calls, Spans, spans_of
+from scaletrace.parse.kernels import classes_of, default_rules
+from scaletrace.parse.links import launch_of, stream_of_sync
 from scaletrace.parse.streams import Kernels
 from scaletrace.parse.syncs import EXPLAINED, SyncEdges
 
-GPU_CATS = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
-COPY_CATS = ("gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
-_COMMUNICATION = re.compile(
-    r"nccl|rccl|deep_ep|nvshmem|cross_device_reduce|one_shot_all_reduce|two_shot_all_reduce", re.IGNORECASE
-)
 COARSE_CLOCK_NS = 25_000
 """How far a device clock may be off its host's where it had to be corrected, or where times are whole microseconds."""
 NEAR_MINIMUM_NS = 25_000
@@ -58,13 +56,6 @@ class RankGpu:
     constants: Constants
 
 
-def looks_like_communication(events: Events) -> BoolArray:
-    """bool per string: whether a kernel of that name moves data between ranks."""
-    return np.array(
-        [bool(_COMMUNICATION.search(text)) and "memset" not in text.lower() for text in events.strings], np.bool_
-    )
-
-
 def grid_blocks(events: Events) -> IntArray:
     """Thread blocks of each kernel's grid, int64[n], 0 where the trace does not say."""
     if "grid_size" in events.args:
@@ -76,17 +67,6 @@ def grid_blocks(events: Events) -> IntArray:
         product[code] = int(np.prod(numbers, dtype=np.int64)) if numbers else 0
     used, inverse = np.unique(codes, return_inverse=True)
     return np.array([product[int(code)] for code in used], np.int64)[inverse] if len(codes) else np.zeros(0, np.int64)
-
-
-def _launch_rows(events: Events, gpu: IntArray) -> IntArray:
-    """Row of the runtime or driver call with the same correlation id for each device record, -1 without."""
-    calls = np.flatnonzero(events.in_cats(*RUNTIME_CATS) & (events.correlation > 0) & (events.ts_ns != TIME_UNKNOWN))
-    order = calls[np.argsort(events.correlation[calls], kind="stable")]
-    ids = events.correlation[order]
-    wanted = events.correlation[gpu]
-    at = np.minimum(np.searchsorted(ids, wanted), max(len(ids) - 1, 0))
-    found = (ids[at] == wanted) & (wanted > 0) if len(ids) else np.zeros(len(gpu), np.bool_)
-    return np.where(found, order[at] if len(ids) else -1, -1)
 
 
 def _call_index(calls: Calls, events: Events, rows: IntArray) -> Int32Array:
@@ -109,12 +89,13 @@ def _call_index(calls: Calls, events: Events, rows: IntArray) -> Int32Array:
 
 def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Health) -> tuple[Kernels, IntArray]:
     """The device records of one rank on its host clock, and what was added to bring them there, int64[k]."""
-    gpu = np.flatnonzero(events.in_cats(*GPU_CATS) & (events.ts_ns != TIME_UNKNOWN))
-    unknown = int((events.in_cats(*GPU_CATS) & (events.ts_ns == TIME_UNKNOWN)).sum())
+    gpu = np.flatnonzero(events.in_cats(*DEVICE_CATS) & (events.ts_ns != TIME_UNKNOWN))
+    unknown = int((events.in_cats(*DEVICE_CATS) & (events.ts_ns == TIME_UNKNOWN)).sum())
     if unknown:
         health.dropped["device records without a time"] += unknown
-    call = _call_index(calls, events, _launch_rows(events, gpu))
-    is_comm = looks_like_communication(events)[events.name[gpu]] | np.isin(gpu, comm_rows)
+    call = _call_index(calls, events, launch_of(events)[gpu])
+    communication = default_rules().codes_of("communication")
+    is_comm = np.isin(classes_of(events)[gpu], communication) | np.isin(gpu, comm_rows)
     start = events.ts_ns[gpu].copy()
     launched = call >= 0
     shift = device_shift(calls.start_ns[call[launched]], start[launched] - calls.start_ns[call[launched]], start)
@@ -130,8 +111,8 @@ def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Heal
         call=call,
         start_ns=start,
         end_ns=start + events.dur_ns[gpu],
-        is_comm=is_comm & ~events.in_cats(*COPY_CATS)[gpu],
-        is_copy=events.in_cats(*COPY_CATS)[gpu],
+        is_comm=is_comm & ~events.in_cats(*COPY_CATS, *SET_CATS)[gpu],
+        is_copy=events.in_cats(*COPY_CATS, *SET_CATS)[gpu],
         blocks=np.clip(dim, 0, 2**31 - 1).astype(np.int32),
         ptr=ptr[1:],
         order=by_call,
@@ -188,7 +169,7 @@ def estimate(calls: Calls, kernels: Kernels, syncs: SyncEdges | None, job_launch
     return Constants(max(launch, 0), gap_ns, tail, own)
 
 
-def _in_record(events: Events, calls: Calls, kernels: Kernels) -> npt.NDArray[np.uint8]:
+def in_record(events: Events, calls: Calls, kernels: Kernels) -> npt.NDArray[np.uint8]:
     """uint8 per call: 0 outside record_param_comms, 1 inside one that launches nothing, 2 inside a launching one."""
     spans = spans_of(events, events.named("record_param_comms"))
     record = spans.at(calls.thread, calls.start_ns)
@@ -202,9 +183,10 @@ def recorded_waits(
     """What cuda_sync events state, per call: awaited kernel and waiting stream of a stream wait, stream of a sync (-1)."""
     src = np.full(len(calls), -1, np.int32)
     waiting, synced = src.copy(), src.copy()
-    rows = np.flatnonzero(events.in_cats("cuda_sync"))
+    rows = np.flatnonzero(events.in_cats(*SYNC_CATS))
     if not len(rows):
         return src, waiting, synced
+    about = stream_of_sync(events)
     dense = {int(s): int(d) for s, d in zip(events.stream[kernels.row], kernels.stream, strict=True)}
     by_corr = {int(c): i for i, c in enumerate(events.correlation[calls.row]) if c > 0}
     wait_on, record = events.ints("wait_on_stream"), events.ints("wait_on_cuda_event_record_corr_id")
@@ -218,10 +200,10 @@ def recorded_waits(
                     "recorded stream waits whose event is not in the trace (the graph is a lower bound)"
                 ] += 1
                 continue
-            waiting[i] = dense.get(int(events.stream[row]), -1)
+            waiting[i] = dense.get(int(about[row]), -1)
             src[i] = _last_before(kernels, dense[int(wait_on[row])], at)
         elif text == "Stream Sync" and i >= 0:
-            synced[i] = dense.get(int(events.stream[row]), -1)
+            synced[i] = dense.get(int(about[row]), -1)
     return src, waiting, synced
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from scaletrace.parse.build_draft import Draft
 from scaletrace.parse.build_gpu import (
@@ -17,21 +19,19 @@ from scaletrace.parse.build_gpu import (
     MERGED_REMAINDER_NS,
     Constants,
     RankGpu,
-    _in_record,
     estimate,
     find_kernels,
+    in_record,
     recorded_waits,
 )
+from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.host import ANNOTATION_CATS, OP_CATS, Call, Calls, find_calls, op_spans, step_of
+from scaletrace.parse.host import LAUNCHES, Call, Calls, find_calls, layers_at, op_spans, step_of, thread_name
 from scaletrace.parse.job import RankTrace
 from scaletrace.parse.streams import CONTRADICTED_NS, Kernels, infer_streams
 from scaletrace.parse.syncs import UNEXPLAINED, SyncEdges, infer_syncs
-
-_SOURCE_KIND = np.zeros(len(EdgeSource), np.uint8)
-_SOURCE_KIND[:] = int(EdgeKind.EVENT_WAIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,9 @@ def add_rank(draft: Draft, rank: RankInput, parts: RankParts, health: Health) ->
     events, calls, kernels = rank.trace.events, parts.calls, parts.kernels
     steps = [(s.number, s.start_ns, s.end_ns) for s in rank.trace.steps]
     call_step = step_of(calls.start_ns, steps)
-    host = _add_host(draft, rank, parts, call_step)
-    node_in, node_out = _add_kernels(draft, rank, kernels, call_step)
+    layer = layers_at(draft, events, calls.thread, calls.start_ns)
+    host = _add_host(draft, rank, parts, call_step, layer)
+    node_in, node_out = _add_kernels(draft, rank, kernels, call_step, layer)
     blocks = _full_gpu_blocks(rank.trace)
     gpu = RankGpu(rank.trace.rank, kernels, calls, node_in, node_out, blocks, parts.constants)
     _launch_edges(draft, gpu, host, health)
@@ -115,88 +116,110 @@ def _full_gpu_blocks(trace: RankTrace) -> int:
     return 80
 
 
-def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32Array) -> HostNodes:
-    """Three slots a call: the host time before it, the call, and what follows inside it (a wait, a slow return)."""
-    events, calls, constants = rank.trace.events, parts.calls, parts.constants
-    c = len(calls)
-    order = np.lexsort((np.arange(c), calls.chain))
-    chain, start, end = calls.chain[order], calls.start_ns[order], calls.end_ns[order]
-    meaning, thread = calls.meaning[order], calls.thread[order]
-    dur, kind = np.zeros((c, 3), np.int64), np.zeros((c, 3), np.uint8)
-    present = np.zeros((c, 3), np.bool_)
-    kind[:, 0], kind[:, 1], kind[:, 2] = int(NodeKind.HOST), int(NodeKind.HOST), int(NodeKind.HOST)
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Three nodes a call, in order of chains: the host time before it, the call, and what follows inside it.
+
+    The third is the WAIT of a blocking call, or what a call still did after its launch was submitted.
+    dur, end int64[c, 3];  present bool[c, 3];  waits, free, launching, first bool[c]
+    """
+
+    dur: IntArray
+    end: IntArray
+    present: BoolArray
+    waits: BoolArray
+    free: BoolArray
+    launching: BoolArray
+    first: BoolArray
+    before: IntArray
+
+
+def _slots(events: Events, parts: RankParts, order: IntArray) -> _Slots:
+    """Cut the time of the calls into slots; a blocking call keeps a constant of its own, never its measured length."""
+    calls, syncs, constants = parts.calls, parts.syncs, parts.constants
+    start, end, meaning = calls.start_ns[order], calls.end_ns[order], calls.meaning[order]
     full = end - start
-    main = full.copy()
-    launching = (np.diff(parts.kernels.ptr) > 0)[order] & np.isin(meaning, (Call.LAUNCH, Call.GRAPH_LAUNCH, Call.COPY))
-    kind[launching, 1] = int(NodeKind.LAUNCH)
-    main[launching] = np.minimum(full, constants.launch_ns)[launching]
-    sync = parts.syncs.is_sync[order]
-    awaited, status = parts.syncs.awaited_ns[order], parts.syncs.status[order]
-    free = sync & (meaning == Call.FREE)
-    waits = sync & ~free & ((awaited >= 0) | (status == UNEXPLAINED))
-    main[waits] = np.minimum(main, constants.sync_own_ns)[waits]
-    kind[waits, 2] = int(NodeKind.WAIT)
-    main[free] = 0
-    kind[free, 1] = int(NodeKind.WAIT)
-    tail = np.where(free, end - np.clip(awaited, start, end), np.where(waits, 0, full - main))
-    first = np.ones(c, np.bool_)
+    launching = (np.diff(parts.kernels.ptr) > 0)[order] & np.isin(meaning, LAUNCHES)
+    awaited = np.clip(syncs.awaited_ns[order], start, end)
+    free = syncs.is_sync[order] & (meaning == Call.FREE)
+    waits = syncs.is_sync[order] & ~free
+    waits &= (syncs.awaited_ns[order] >= 0) | (syncs.status[order] == UNEXPLAINED)
+    main = np.where(launching, np.minimum(full, constants.launch_ns), full)
+    main = np.where(waits, np.minimum(main, constants.sync_own_ns), np.where(free, 0, main))
+    tail = np.where(free, end - awaited, np.where(waits, 0, full - main))
+    chain = calls.chain[order]
+    first = np.ones(len(order), np.bool_)
     first[1:] = chain[1:] != chain[:-1]
-    before = np.zeros(c, np.int64)
+    before = np.zeros(len(order), np.int64)
     before[1:] = start[1:] - end[:-1]
-    before[first] = _lead(events, thread[first], start[first])
-    small = launching & ~waits & (tail > 0) & (tail <= MERGED_REMAINDER_NS)
-    merged = np.zeros(c, np.bool_)
-    merged[:-1] = small[:-1] & (before[1:] > 0) & ~first[1:]
-    dur[:, 0] = np.maximum(before, 0)
-    dur[1:, 0] += np.where(merged[:-1], tail[:-1], 0)
-    dur[:, 1], dur[:, 2] = main, np.where(merged, 0, tail)
-    present[:, 0] = dur[:, 0] > 0
-    present[:, 1] = True
-    present[:, 2] = waits | (dur[:, 2] > 0)
-    node_end = np.empty((c, 3), np.int64)
-    node_end[:, 0], node_end[:, 2] = start, end
-    node_end[:, 1] = np.where(free, np.clip(awaited, start, end), start + main)
-    node_end[merged, 2] = (end - tail)[merged]
-    event = np.full((c, 3), -1, np.int32)
-    event[:, 1] = calls.row[order]
-    event[:, 2] = calls.row[order]
-    names = np.empty((c, 3), np.int32)
+    before[first] = _lead(events, calls.thread[order][first], start[first])
+    merged = np.zeros(len(order), np.bool_)
+    merged[:-1] = (launching & ~waits & (tail > 0) & (tail <= MERGED_REMAINDER_NS))[:-1] & (before[1:] > 0) & ~first[1:]
+    gap = np.maximum(before, 0)
+    gap[1:] += np.where(merged[:-1], tail[:-1], 0)
+    dur = np.stack((gap, main, np.where(merged, 0, tail)), axis=1)
+    ends = np.stack((start, np.where(free, awaited, start + main), np.where(merged, end - tail, end)), axis=1)
+    present = np.stack((gap > 0, np.ones(len(order), np.bool_), waits | (dur[:, 2] > 0)), axis=1)
+    return _Slots(dur, ends, present, waits, free, launching, first, before)
+
+
+def _host_kinds(slots: _Slots) -> npt.NDArray[np.uint8]:
+    kind = np.full(slots.dur.shape, int(NodeKind.HOST), np.uint8)
+    kind[slots.launching, 1] = int(NodeKind.LAUNCH)
+    kind[slots.free, 1] = int(NodeKind.WAIT)
+    kind[slots.waits, 2] = int(NodeKind.WAIT)
+    return kind
+
+
+def _host_names(draft: Draft, events: Events, calls: Calls, order: IntArray) -> Int32Array:
+    """Names of the slots: the operator that the host was in when it came to the call, and twice the call."""
+    names = np.empty((len(order), 3), np.int32)
     names[:, 1] = draft.name_codes(events.strings, events.name[calls.row[order]])
     names[:, 2] = names[:, 1]
-    op = op_spans(events).at(thread, start)
+    op = op_spans(events).at(calls.thread[order], calls.start_ns[order])
     names[:, 0] = draft.name_codes(events.strings, np.where(op >= 0, events.name[np.maximum(op, 0)], -1))
     names[:, 0][op < 0] = draft.name("between operators")
-    lanes = {int(t): draft.lane(rank.trace.rank, _thread_name(events, int(t)), False) for t in np.unique(thread)}
-    lane = np.array([lanes[int(t)] for t in thread], np.int32)
+    return names
+
+
+def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32Array, layer: Int32Array) -> HostNodes:
+    """Nodes of the host: for each call up to three, chained in program order."""
+    events, calls = rank.trace.events, parts.calls
+    c = len(calls)
+    order = np.lexsort((np.arange(c), calls.chain))
+    slots = _slots(events, parts, order)
+    thread = calls.thread[order]
+    lanes = {int(t): draft.lane(rank.trace.rank, thread_name(events, int(t)), False) for t in np.unique(thread)}
     release = np.full((c, 3), NO_RELEASE, np.int64)
-    led = first & present[:, 0]
-    release[led, 0] = (start - before)[led] + rank.shift_ns
-    release[first & ~led, 1] = start[first & ~led] + rank.shift_ns
-    mask = present.ravel()
+    led = slots.first & slots.present[:, 0]
+    bare = slots.first & ~led
+    release[led, 0] = (calls.start_ns[order] - slots.before)[led] + rank.shift_ns
+    release[bare, 1] = calls.start_ns[order][bare] + rank.shift_ns
+    event = np.repeat(calls.row[order], 3).reshape(c, 3)
+    event[:, 0] = -1
+    mask = slots.present.ravel()
     ids = draft.add_nodes(
         int(mask.sum()),
-        dur_ns=dur.ravel()[mask],
+        dur_ns=slots.dur.ravel()[mask],
         release_ns=release.ravel()[mask],
-        kind=kind.ravel()[mask],
+        kind=_host_kinds(slots).ravel()[mask],
         rank=rank.trace.rank,
-        lane=np.repeat(lane, 3)[mask],
-        name=names.ravel()[mask],
+        lane=np.repeat(np.array([lanes[int(t)] for t in thread], np.int32), 3)[mask],
+        name=_host_names(draft, events, calls, order).ravel()[mask],
         step=np.repeat(call_step[order], 3)[mask],
+        layer=np.repeat(layer[order], 3)[mask],
         event=event.ravel()[mask],
-        start_ns=(node_end - dur).ravel()[mask] + rank.shift_ns,
-        end_ns=node_end.ravel()[mask] + rank.shift_ns,
+        start_ns=(slots.end - slots.dur).ravel()[mask] + rank.shift_ns,
+        end_ns=slots.end.ravel()[mask] + rank.shift_ns,
     )
-    slot = np.full(3 * c, -1, np.int32)
-    slot[mask] = ids
-    table = slot.reshape(c, 3)
-    call_node, out = np.empty(c, np.int32), np.empty(c, np.int32)
-    call_node[order] = table[:, 1]
-    sync_point = np.where(waits, table[:, 2], table[:, 1])
-    out[order] = sync_point
-    _program_edges(draft, table, mask, first, before, thread)
-    submit = np.empty(c, np.int64)
-    submit[order] = main
-    return HostNodes(call_node, out, submit)
+    flat = np.full(3 * c, -1, np.int32)
+    flat[mask] = ids
+    table = flat.reshape(c, 3)
+    back = np.empty(c, np.int64)
+    back[order] = np.arange(c)
+    _program_edges(draft, table, mask, slots.first, slots.before, thread)
+    over = np.where(slots.waits, table[:, 2], table[:, 1])
+    return HostNodes(table[:, 1][back], over[back], slots.dur[:, 1][back])
 
 
 def _lead(events: Events, threads: Int32Array, start: IntArray) -> IntArray:
@@ -233,63 +256,57 @@ def _program_edges(
         draft.add_edges(ids[dst[pick] - 1], ids[dst[pick]], lag[pick], kind, EdgeSource.ORDER)
 
 
-def _thread_name(events: Events, lane: int) -> str:
-    found = events.lanes[lane]
-    return found.name or f"thread {found.tid}"
-
-
 def _stream_name(events: Events, row: int) -> str:
     found = events.lanes[int(events.lane[row])]
     stream = int(events.stream[row])
     return f"stream {stream}" if stream >= 0 else found.name or f"stream {found.tid}"
 
 
+def _of_call(kernels: Kernels, values: Int32Array) -> Int32Array:
+    """A column of the calls for each kernel's launch, -1 without a launch."""
+    if not len(values):
+        return np.full(len(kernels), -1, np.int32)
+    return np.where(kernels.call >= 0, values[np.maximum(kernels.call, 0)], -1).astype(np.int32)
+
+
 def _add_kernels(
-    draft: Draft, rank: RankInput, kernels: Kernels, call_step: Int32Array
+    draft: Draft, rank: RankInput, kernels: Kernels, call_step: Int32Array, call_layer: Int32Array
 ) -> tuple[Int32Array, Int32Array]:
     """Nodes of the device records: KERNEL or COPY, and ARRIVE with TRANSFER for communication."""
-    events = rank.trace.events
+    events, comm = rank.trace.events, kernels.is_comm
     start, end = kernels.start_ns + rank.shift_ns, kernels.end_ns + rank.shift_ns
-    lanes = np.zeros(kernels.stream_count, np.int32)
-    for stream in range(kernels.stream_count):
-        row = int(kernels.row[np.flatnonzero(kernels.stream == stream)[0]])
-        lanes[stream] = draft.lane(rank.trace.rank, _stream_name(events, row), True)
-    step = np.where(kernels.call >= 0, call_step[np.maximum(kernels.call, 0)], -1) if len(call_step) else -1
-    lane, name = lanes[kernels.stream], draft.name_codes(events.strings, events.name[kernels.row])
+    _, example = np.unique(kernels.stream, return_index=True)
+    names = [_stream_name(events, int(row)) for row in kernels.row[example]]
+    lanes = np.array([draft.lane(rank.trace.rank, name, True) for name in names], np.int32)
     instance = np.full(len(kernels), -1, np.int32)
-    for k in np.flatnonzero(kernels.is_comm):
-        instance[k] = rank.instance_of.get(int(kernels.row[k]), -1)
-    comm = kernels.is_comm
+    instance[comm] = [rank.instance_of.get(int(row), -1) for row in kernels.row[comm]]
+    columns: dict[str, npt.NDArray[Any]] = {
+        "lane": lanes[kernels.stream],
+        "name": draft.name_codes(events.strings, events.name[kernels.row]),
+        "step": _of_call(kernels, call_step),
+        "layer": _of_call(kernels, call_layer),
+        "event": kernels.row,
+        "instance": instance,
+        "blocks": kernels.blocks,
+        "start_ns": start,
+    }
     kind = np.where(comm, int(NodeKind.ARRIVE), np.where(kernels.is_copy, int(NodeKind.COPY), int(NodeKind.KERNEL)))
     node_in = draft.add_nodes(
         len(kernels),
         dur_ns=np.where(comm, 0, end - start),
         kind=kind,
         rank=rank.trace.rank,
-        lane=lane,
-        name=name,
-        step=step,
-        event=kernels.row,
-        instance=instance,
-        blocks=kernels.blocks,
-        start_ns=start,
         end_ns=np.where(comm, start, end),
+        **columns,
     )
     pick = np.flatnonzero(comm)
-    step_of_kernel = np.broadcast_to(np.asarray(step, np.int32), (len(kernels),))
     transfer = draft.add_nodes(
         len(pick),
         dur_ns=(end - start)[pick],
         kind=int(NodeKind.TRANSFER),
         rank=rank.trace.rank,
-        lane=lane[pick],
-        name=name[pick],
-        step=step_of_kernel[pick],
-        event=kernels.row[pick],
-        instance=instance[pick],
-        blocks=kernels.blocks[pick],
-        start_ns=start[pick],
         end_ns=end[pick],
+        **{key: value[pick] for key, value in columns.items()},
     )
     node_out = node_in.copy()
     node_out[pick] = transfer
@@ -356,12 +373,12 @@ def external_kernels(gpu: RankGpu) -> Int32Array:
     gap = np.full(len(order), EXTERNAL_NS)
     gap[1:] = kernels.start_ns[order][1:] - kernels.end_ns[order][:-1]
     external = ~launched & (seen == seen_before_stream) & (first | (gap > EXTERNAL_GAP_NS))
-    out = order[external].astype(np.int32)
+    out: Int32Array = order[external].astype(np.int32)
     known = np.flatnonzero(kernels.call >= 0)
     if len(known) and not kernels.is_comm[known[0]] and first[order == known[0]].all():
         k = known[0]
         if kernels.start_ns[k] - calls.start_ns[kernels.call[k]] > gpu.constants.launch_ns + EXTERNAL_NS:
-            out = np.append(out, np.int32(k))
+            out = np.append(out, k).astype(np.int32)
     return out
 
 
@@ -369,7 +386,7 @@ def _cross_stream(draft: Draft, gpu: RankGpu, events: Events, parts: RankParts, 
     found = infer_streams(
         parts.calls,
         parts.kernels,
-        _in_record(events, parts.calls, parts.kernels),
+        in_record(events, parts.calls, parts.kernels),
         parts.recorded_src,
         parts.recorded_stream,
         np.full(len(parts.calls), -1, np.int32),

@@ -9,12 +9,13 @@ from enum import IntEnum
 import numpy as np
 
 from scaletrace.jit import jit
+from scaletrace.parse.build_draft import Draft
+from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS, PYTHON_CATS, RUNTIME_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, ByteArray, Events, Int32Array, IntArray
 from scaletrace.parse.health import Health
 
-RUNTIME_CATS = ("cuda_runtime", "cuda_driver", "Runtime", "xpu_runtime", "xpu_driver", "mtia_runtime")
-OP_CATS = ("cpu_op", "Operator")
-ANNOTATION_CATS = ("user_annotation",)
+_MODULE = re.compile(r"nn\.Module: (?P<module>[\w.]+)$|\((?P<path>[a-z_][\w]*(\.[\w]+)+)\)$", re.IGNORECASE)
+"""A module in an annotation or frame: `nn.Module: Linear_3`, `FSDP::all_gather (blocks.0)`."""
 
 
 class Call(IntEnum):
@@ -108,7 +109,8 @@ def outermost(events: Events, rows: IntArray) -> IntArray:
     lane, start, end = events.lane[rows], events.ts_ns[rows], events.end_ns[rows]
     order = np.lexsort((-end, start, lane))
     nested = _nested(lane[order], start[order], end[order])
-    return rows[order[~nested]]
+    out: IntArray = rows[order[~nested]]
+    return out
 
 
 def find_calls(events: Events, health: Health) -> Calls:
@@ -181,6 +183,24 @@ def spans_of(events: Events, mask: BoolArray) -> Spans:
 def op_spans(events: Events) -> Spans:
     """The outermost operators of each thread."""
     return spans_of(events, events.in_cats(*OP_CATS))
+
+
+def layers_at(draft: Draft, events: Events, lane: Int32Array, time_ns: IntArray) -> Int32Array:
+    """Layer code (index into the draft's layers) of the outermost module active on `lane` at each time, -1 without."""
+    found = {code: match for code, text in enumerate(events.strings) if (match := _MODULE.search(text)) is not None}
+    mask = np.isin(events.name, list(found)) & events.in_cats(*ANNOTATION_CATS, *PYTHON_CATS)
+    if not mask.any():
+        return np.full(len(lane), -1, np.int32)
+    row = spans_of(events, mask).at(lane, time_ns)
+    codes = {code: draft.layer(match["module"] or match["path"]) for code, match in found.items()}
+    table = np.array([codes.get(code, -1) for code in range(len(events.strings))], np.int32)
+    return np.where(row >= 0, table[events.name[np.maximum(row, 0)]], -1).astype(np.int32)
+
+
+def thread_name(events: Events, lane: int) -> str:
+    """How a thread's lane is called."""
+    found = events.lanes[lane]
+    return found.name or f"thread {found.tid}"
 
 
 def step_of(time_ns: IntArray, steps: list[tuple[int, int, int]]) -> Int32Array:

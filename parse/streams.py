@@ -71,8 +71,8 @@ class StreamEdges:
 
 def dense_threads(calls: Calls) -> Int32Array:
     """The calling threads numbered from 0, int32[c]."""
-    _, thread = np.unique(calls.thread, return_inverse=True)
-    return thread.astype(np.int32)
+    thread: Int32Array = np.unique(calls.thread, return_inverse=True)[1].astype(np.int32)
+    return thread
 
 
 def next_stream(calls: Calls, kernels: Kernels, thread: Int32Array) -> Int32Array:
@@ -119,11 +119,11 @@ def _take(works: Int32Array, head: int, tail: int, wanted: int) -> int:
     for j in range(head, tail):
         if works[j] == wanted:
             at = j
-    work = np.int64(works[at])
+    work = int(works[at])
     for j in range(at, head, -1):
         works[j] = works[j - 1]
     works[head] = work
-    return work
+    return int(work)
 
 
 @jit
@@ -136,14 +136,14 @@ def _swap_refuted(count: IntArray, works: Int32Array, work: int, by: int, end: I
     head, tail = count[HEAD], count[TAIL]
     if end[work] <= by:
         return work
-    other = np.int64(-1)
+    other = -1
     for j in range(tail - 1, max(-1, head - LOOK_BACK_WORKS - 1), -1):
         if end[works[j]] <= by and (j >= head or other < 0):
             other = j
     if other < 0:
         return work
     count[SWAPPED] += 1
-    found = np.int64(works[other])
+    found = int(works[other])
     if other >= head:
         for i in range(other, head, -1):
             works[i] = works[i - 1]

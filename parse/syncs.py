@@ -41,9 +41,9 @@ class SyncEdges:
 @jit
 def _latest_launched(launched: Int32Array, top: int, end: IntArray, before: int) -> int:
     """Of the last launched kernels the one that ends last, but not after `before`; -1 without."""
-    best = np.int64(-1)
+    best = -1
     for j in range(top - 1, max(-1, top - LOOK_BACK - 1), -1):
-        k = np.int64(launched[j])
+        k = int(launched[j])
         if end[k] <= before and (best < 0 or end[k] > end[best]):
             best = k
     return best
@@ -55,15 +55,15 @@ def _awaited_stream(
 ) -> int:
     """The kernel that a stream synchronisation awaited: of the recorded stream, else of the one whose end fits best."""
     if recorded >= 0:
-        return np.int64(last[recorded])
-    mine = np.int64(last[current]) if current >= 0 else np.int64(-1)
+        return int(last[recorded])
+    mine = int(last[current]) if current >= 0 else -1
     if e - s <= SHORT_CALL_NS:
         return mine
     if mine >= 0 and s < end[mine] <= e + tolerance and e - end[mine] <= SYNC_TAIL_CAP_NS:
         return mine
-    best = np.int64(-1)
+    best = -1
     for t in range(len(last)):
-        k = np.int64(last[t])
+        k = int(last[t])
         if k >= 0 and s < end[k] <= e + tolerance and (best < 0 or end[k] > end[best]):
             best = k
     return best if best >= 0 else mine
@@ -89,7 +89,7 @@ def _await(edges: Int32Array, count: IntArray, kernel: int, call: int, end: IntA
         return -1
     edges[count[0], 0], edges[count[0], 1] = kernel, call
     count[0] += 1
-    return end[kernel]
+    return int(end[kernel])
 
 
 @jit
@@ -117,9 +117,9 @@ def _walk_syncs(
     launched, top = np.empty(len(stream) + 1, np.int32), 0
     for i in range(c):
         what, s, e = meaning[i], call_start[i], call_end[i]
-        k, before = np.int64(-1), e + tolerance
+        k, before = -1, e + tolerance
         if what == _COPY and ptr[i + 1] > ptr[i] and e - s > SHORT_CALL_NS:
-            own = order[ptr[i]]
+            own = int(order[ptr[i]])
             if is_copy[own] and e - SYNC_TAIL_CAP_NS <= end[own] <= e + max(2000, tolerance - 3000):
                 is_sync[i] = True
                 k = own

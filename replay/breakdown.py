@@ -112,7 +112,10 @@ def _of_rank(
             exposed = part
         left &= ~part
         values.append(int(time[part].sum()))
-    return RankBreakdown(rank, high - low, *values, _by_axis(time, exposed, active[5:], axes))
+    parts = dict(zip((f"{part}_ns" for part in PARTS), values, strict=True))
+    return RankBreakdown(
+        rank=rank, wall_ns=high - low, exposed_by_axis_ns=_by_axis(time, exposed, active[5:], axes), **parts
+    )
 
 
 def _active(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,19 +115,20 @@ class CriticalPath:
         return {key: value / length if length else 0.0 for key, value in total.items()}
 
     def time_by(self, what: str) -> dict[str, int]:
-        """Nanoseconds of the path by "axis", "layer", "rank", "name", "source" or "reason", gaps with the node they delay."""
-        graph, out = self.timeline.graph, defaultdict(int)
+        """Nanoseconds of the path by "axis", "layer", "rank", "name" or "reason", gaps with the node they delay."""
+        graph, out = self.timeline.graph, defaultdict[str, int](int)
+        labels: dict[str, Callable[[int], str]] = {
+            "axis": graph.axis_of,
+            "layer": graph.layer_of,
+            "name": graph.name_of,
+            "rank": lambda node: str(graph.rank[node]),
+        }
+        label = labels.get(what, graph.name_of)
         for at, node in enumerate(self.nodes.tolist()):
             if what == "reason":
                 out[self.gap_reason(at)] += int(self.gap_ns[at])
                 continue
-            key = {
-                "axis": graph.axis_of,
-                "layer": graph.layer_of,
-                "name": graph.name_of,
-                "rank": lambda n: str(graph.rank[n]),
-            }[what](node)
-            out[key] += int(self.own_ns[at] + self.gap_ns[at])
+            out[label(node)] += int(self.own_ns[at] + self.gap_ns[at])
         return dict(sorted(out.items(), key=lambda item: (-item[1], item[0])))
 
 

@@ -122,7 +122,7 @@ def _operations(result: ReplayResult) -> Times:
     out: Times = defaultdict(float)
     for kind in NodeKind:
         at = np.flatnonzero(timed & (graph.kind == kind))
-        totals = np.bincount(graph.name[at], weights=graph.dur_ns[at], minlength=len(graph.names)) if len(at) else []
+        totals = np.bincount(graph.name[at], weights=graph.dur_ns[at], minlength=len(graph.names))
         for name in np.flatnonzero(totals).tolist():
             out[graph.names[name], kind.name.lower()] += float(totals[name])
     return out

@@ -7,7 +7,7 @@ import numpy as np
 from scaletrace.errors import UsageError
 from scaletrace.jit import jit
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
-from scaletrace.parse.graph import NO_RELEASE, Graph, NodeKind
+from scaletrace.parse.graph import NO_RELEASE, EdgeKind, Graph, NodeKind
 from scaletrace.replay.timeline import Timeline
 
 FULL_GPU_BLOCKS = 80
@@ -21,7 +21,7 @@ def origin_of(release_ns: IntArray) -> int:
     for t in release_ns:
         if t != NO_RELEASE and t < out:
             out = t
-    return 0 if out == 2**62 else out
+    return 0 if out == 2**62 else int(out)
 
 
 @jit
@@ -139,8 +139,6 @@ def replay(graph: Graph, dur_ns: IntArray | None = None, *, arbitrate: bool = Fa
     if not arbitrate or not len(graph.blocks):
         start, end, binding = sweep(durations, graph.release_ns, graph.pred_ptr, graph.pred, graph.lag_ns)
         return Timeline(graph, start, end, binding)
-    from scaletrace.parse.graph import EdgeKind
-
     kernel = graph.nodes(NodeKind.KERNEL)
     start, end, binding = _sweep_arbitrated(
         durations,

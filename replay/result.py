@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from scaletrace.replay.engine import replay
 from scaletrace.replay.stragglers import Straggler, stragglers
 from scaletrace.replay.timeline import Timeline
 
-BUS_FACTOR = {
+BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -182,7 +183,7 @@ def summarise_collectives(timeline: Timeline) -> list[CollectiveSummary]:
     found = []
     for key, (members, wait, transfer) in out.items():
         axis, kind, size, moved = key
-        factor = BUS_FACTOR.get(kind, lambda n: 1.0)(size) if size > 1 else 0.0
+        factor = (BUS_FACTOR[kind](size) if kind in BUS_FACTOR else 1.0) if size > 1 else 0.0
         speed = moved * factor * members / (transfer / 1e9) if moved > 0 and transfer > 0 and size > 1 else None
         found.append(CollectiveSummary(axis, kind, size, moved, len(instances[key]), wait, transfer, speed))
     return sorted(found, key=lambda c: (-c.transfer_ns - c.wait_ns, c.axis, c.kind, c.bytes))

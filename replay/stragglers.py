@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaletrace.parse.events import IntArray
+from scaletrace.parse.events import Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 from scaletrace.replay.align import pair, sequences, tokens
 from scaletrace.replay.engine import replay, replay_columns
@@ -73,7 +73,7 @@ def peers_pace(graph: Graph) -> IntArray:
     mark, parts = tokens(graph), sequences(graph)
     own = graph.nodes(*_OWN)
     lanes = _lane_order(graph)
-    by_place: dict[tuple[int, int], dict[int, np.ndarray[tuple[int], np.dtype[np.int32]]]] = {}
+    by_place: dict[tuple[int, int], dict[int, Int32Array]] = {}
     for (rank, step, lane), nodes in parts.items():
         if lane >= 0:
             by_place.setdefault((step, lanes[lane]), {})[rank] = nodes
@@ -108,7 +108,8 @@ def _pace_stalls(graph: Graph, dur_ns: IntArray) -> IntArray:
 def _lane_order(graph: Graph) -> dict[int, int]:
     """A number for each lane that counterparts on other ranks share: device streams by name, threads by order."""
     names: dict[str, int] = {}
-    out, seen = {}, {}
+    out: dict[int, int] = {}
+    seen: dict[int, int] = {}
     for at, lane in enumerate(graph.lanes):
         if lane.is_device:
             key = f"device {lane.name}"

@@ -145,9 +145,9 @@ def _of_kind(graph: Graph, pattern: str) -> BoolArray:
 
 def _known_rank(graph: Graph, rule: Rule) -> int:
     ranks = np.unique(graph.rank[graph.lane >= 0]).tolist()
-    if rule.rank not in ranks:
+    if rule.rank is None or rule.rank not in ranks:
         raise UsageError(f"rule {rule.text!r}: rank {rule.rank} is not in this job (ranks {ranks[0]} to {ranks[-1]})")
-    return int(rule.rank)
+    return rule.rank
 
 
 def _delay(graph: Graph, dur: IntArray, rule: Rule) -> tuple[IntArray, int]:

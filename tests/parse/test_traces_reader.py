@@ -48,7 +48,6 @@ def test_small_traces_have_the_catalogued_counts(shared_data: Path) -> None:
     check(shared_data, [entry for entry in catalogue(shared_data) if entry["bytes_uncompressed"] < 3_000_000])
 
 
-@pytest.mark.slow
 def test_large_traces_have_the_catalogued_counts(shared_data: Path) -> None:
     """The rest, up to 87 MB."""
     check(shared_data, [entry for entry in catalogue(shared_data) if entry["bytes_uncompressed"] >= 3_000_000])

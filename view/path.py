@@ -44,8 +44,8 @@ class Path:
         return len(self.node)
 
 
-def path_of(path: CriticalPath) -> Path:
-    """The pieces of `path` that take time; each gap comes before the node that it delays."""
+def path_of(path: CriticalPath, shift_ns: int = 0) -> Path:
+    """The pieces of `path` that take time, moved by `shift_ns`; each gap comes before the node that it delays."""
     graph, nodes = path.timeline.graph, path.nodes.astype(np.int64)
     texts: dict[str, int] = {}
     edge = (path.gap_kind.astype(np.int64) + 1) * 256 + path.gap_source.astype(np.int64) + 1
@@ -62,8 +62,9 @@ def path_of(path: CriticalPath) -> Path:
     ]
     label = _codes(shown, texts)[place] if len(known) else np.zeros(0, np.int64)
     # Laid end to end, since a node of the path may start before its predecessor ends (a negative lag).
-    end = path.timeline.origin_ns + np.maximum.accumulate(np.cumsum(_between(path.gap_ns, path.own_ns)))
-    begin = np.concatenate([np.full(min(len(end), 1), path.timeline.origin_ns, np.int64), end[:-1]])
+    origin_ns = path.timeline.origin_ns + shift_ns
+    end = origin_ns + np.maximum.accumulate(np.cumsum(_between(path.gap_ns, path.own_ns)))
+    begin = np.concatenate([np.full(min(len(end), 1), origin_ns, np.int64), end[:-1]])
     kept = np.flatnonzero(end > begin)
     columns = (begin, end, _between(gaps, label), _between(gaps, what), _between(why, why))
     node = _between(np.full(len(nodes), -1, np.int64), nodes)

@@ -202,7 +202,8 @@ def write_timeline(
 ) -> WriteReport:
     """Write `timeline` to a .pftrace (gzip where the name ends in .gz); the file appears complete or not at all.
 
-    `measured` and `projected` are drawn beside it, lane by lane; `ranks` selects some ranks of a big job.
+    `measured` and `projected` are drawn beside it, lane by lane; `ranks` selects some ranks of a big job. The critical
+    path may be that of `timeline` or of `projected`.
     """
     variants = variants_of(timeline, measured, projected)
     starts = [int(v.start_ns[v.known].min()) for v in variants if v.known.any()]
@@ -211,8 +212,10 @@ def write_timeline(
     try:
         with _open(partial, target.suffix == ".gz") as out:
             sink = PerfettoSink(out, min(starts, default=0))
-            chain = path_of(critical_path) if critical_path is not None else None
-            drawn = Scene(sink, counters).draw(variants, chain, ranks)
+            ahead = critical_path is not None and critical_path.timeline is projected
+            shift_ns = timeline.origin_ns - projected.origin_ns if projected is not None and ahead else 0
+            chain = path_of(critical_path, shift_ns) if critical_path is not None else None
+            drawn = Scene(sink, counters).draw(variants, chain, ranks, len(variants) - 1 if ahead else 0)
             sink.close()
         partial.replace(target)
     finally:

@@ -61,14 +61,16 @@ class Scene:
     drawn: Drawn = field(default_factory=Drawn)
     _next_flow: int = 1
 
-    def draw(self, variants: Sequence[Variant], path: Path | None, ranks: Sequence[int] | None) -> Drawn:
-        """Draw everything; the path belongs to the first variant."""
+    def draw(
+        self, variants: Sequence[Variant], path: Path | None, ranks: Sequence[int] | None, owner: int = 0
+    ) -> Drawn:
+        """Draw everything; `owner` is the variant that the path belongs to."""
         laid = [lay_out(variant, ranks) for variant in variants]
-        chain = self._path_flows(laid[0], path) if path is not None and laid else None
-        self._path_group(laid, path, chain[1] if chain else None)
+        chain = self._path_flows(laid[owner], path) if path is not None else None
+        self._path_group(laid, path, chain[1] if chain else None, owner)
         tracks = self._rank_tracks(laid)
         for index, rows in enumerate(laid):
-            self._rows(rows, tracks[index], chain[0] if chain and index == 0 else None)
+            self._rows(rows, tracks[index], chain[0] if chain and index == owner else None)
         return self.drawn
 
     def _track(self, name: str, parent: int = 0, order: int = 0, unit: str = "", description: str = "") -> int:
@@ -91,11 +93,12 @@ class Scene:
         order = np.argsort(target[piece], kind="stable")
         return Flow(target[piece][order], ids[order]), Flow(piece, ids)
 
-    def _path_group(self, laid: Sequence[Rows], path: Path | None, flow: Flow | None) -> None:
+    def _path_group(self, laid: Sequence[Rows], path: Path | None, flow: Flow | None, owner: int) -> None:
         if path is not None and len(path):
-            about = "the chain of work and waits that sets the length of the run; select a piece to follow its arrow"
+            whose = laid[owner].variant.label or "replayed"
+            about = f"the chain of work and waits that sets the length of the {whose} run; an arrow joins each piece to its slice"
             group = self._track(PATH_GROUP, description=about)
-            self._path_track(group, laid[0].variant.graph, path, flow)
+            self._path_track(group, laid[owner].variant.graph, path, flow)
         else:
             group = self._track("Job")
         for order, rows in enumerate(laid):

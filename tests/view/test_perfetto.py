@@ -19,7 +19,7 @@ from scaletrace.replay.engine import replay
 from scaletrace.view.perfetto import PerfettoSink, write_timeline
 from scaletrace.view.sink import Argument, Flow, Slices
 from tests.view.conftest import Ask
-from tests.view.graphs import Node, make_graph, two_ranks
+from tests.view.graphs import Node, make_graph, make_longer, two_ranks
 
 Oracle = Callable[[Path], Ask]
 EPOCH_NS = 1_700_000_000_000_000_123
@@ -44,6 +44,24 @@ def test_counts_in_sql_are_the_counts_that_were_written(tmp_path: Path, oracle: 
         )
     )
     assert report.size_bytes == report.path.stat().st_size
+
+
+def test_the_path_may_belong_to_the_projected_timeline(tmp_path: Path, oracle: Oracle) -> None:
+    """After a what-if the path is that of the changed run, and its arrows lead to the projected lanes."""
+    before, after = replay(two_ranks()), replay(make_longer(two_ranks(), 500))
+    report = write_timeline(tmp_path / "t.pftrace", before, projected=after, critical_path=critical_path(after))
+    ask = oracle(report.path)
+    both = "from flow join slice {0} on slice_out = {0}.id join slice {1} on slice_in = {1}.id"
+    targets = {
+        lane
+        for ends in (("p", "s"), ("s", "p"))
+        for (lane,) in ask(
+            f"select t.name {both.format(*ends)} join track t on s.track_id = t.id where p.category = 'critical path'"
+        )
+    }
+
+    assert targets == {"main (projected)", "stream 7 (projected)", "stream 20 (projected)"}
+    assert ask("select sum(dur) from slice where category = 'critical path' and name like 'rank%'") == [(635,)]
 
 
 def test_times_are_exact_to_the_nanosecond_since_the_epoch(tmp_path: Path, oracle: Oracle) -> None:

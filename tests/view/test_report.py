@@ -284,3 +284,24 @@ def test_limits_are_drawn_over_compute(tmp_path: Path) -> None:
 
     assert "Utilization over training compute" in read(page.path).headings
     assert "linear until here" in page.path.read_text(encoding="utf-8")
+
+
+def test_a_what_if_shows_before_and_after(tmp_path: Path) -> None:
+    """The sentence says what the change is worth; steps and parts stand side by side."""
+    part = {"compute_ns": 60, "exposed_comm_ns": 40, "exposed_by_axis_ns": {"dp": 40}, "wall_ns": 100}
+    answer = {
+        "schema": "scaletrace.whatif/1",
+        "rules": [{"rule": "comm=0.5", "changed_nodes": 7}],
+        "steps": [{"step": 3, "measured_ns": 101, "before_ns": 100, "after_ns": 80}],
+        "before_ns": 100,
+        "after_ns": 80,
+        "breakdown_before": {"0": part},
+        "breakdown": {"0": {**part, "exposed_comm_ns": 20, "exposed_by_axis_ns": {"dp": 20}, "wall_ns": 80}},
+    }
+    page = write_report(tmp_path / "r.html", [answer])
+    text = page.path.read_text(encoding="utf-8")
+
+    expected = "With comm=0.5 the run is 20 ns (20.0 %) shorter: 80 ns."
+    assert expected in text
+    assert ["Before and after", "Where time went", "Exposed communication by axis"] == read(page.path).headings[1:4]
+    assert '<th scope="col" class="n">before</th>' in text

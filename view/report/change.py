@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
-from scaletrace.view import units
+from collections.abc import Mapping
+
+from scaletrace.view import terminal, units
 from scaletrace.view.report import svg
-from scaletrace.view.report.chart import Plot
+from scaletrace.view.report.chart import Plot, stacked_bars
 from scaletrace.view.report.html import Cell, Html, Table
-from scaletrace.view.report.read import Document, num, rows
+from scaletrace.view.report.read import Document, mapping, num, rows
+from scaletrace.view.report.replay import PART_COLOURS
 
 MOST = 14
 _NAMES = 190.0
+
+
+def whatif_headline(doc: Document) -> str:
+    """One sentence: what the change is worth."""
+    before, after = num(doc.get("before_ns")), num(doc.get("after_ns"))
+    if not before or after is None:
+        return ""
+    rules = ", ".join(units.clean(rule.get("rule"), 60) for rule in rows(doc.get("rules"))) or "the change"
+    if after == before:
+        return f"With {rules} nothing changes: {units.duration(before)}."
+    side = "shorter" if after < before else "longer"
+    share = units.percent(abs(after - before) / before)
+    return f"With {rules} the run is {units.duration(abs(after - before))} ({share}) {side}: {units.duration(after)}."
+
+
+def before_after(doc: Document) -> Plot | None:
+    """Where time goes before and after a what-if, mean over ranks."""
+    pairs = [("before", mapping(doc.get("breakdown_before"))), ("after", mapping(doc.get("breakdown")))]
+    if not all(parts for _, parts in pairs):
+        return None
+    bars: list[tuple[str, list[tuple[int, float, str]]]] = []
+    table: list[list[Cell]] = []
+    used: dict[int, str] = {}
+    for name, parts in pairs:
+        ranks = [part for part in parts.values() if isinstance(part, Mapping)]
+        mean = {
+            key: sum(num(p.get(key)) or 0.0 for p in ranks) / max(len(ranks), 1) for key in (*PART_COLOURS, "wall_ns")
+        }
+        pieces = []
+        for key, label, _, value in terminal.drawn_parts(mean):
+            if value:
+                used[PART_COLOURS[key]] = label
+                pieces.append((PART_COLOURS[key], value, f"{name}: {label} {units.duration(value)}"))
+        bars.append((name, pieces))
+        table.append([name, *mean.values()])
+    drawing = stacked_bars(bars, used, "", "mean over ranks", units.duration)
+    return Plot("before-after", "Before and after", drawing, Table(["run", *PART_COLOURS, "wall_ns"], table))
 
 
 def change_headline(doc: Document) -> str:

@@ -11,7 +11,7 @@ from scaletrace.view.report.chart import MOST_BARS, Plot, stacked_bars
 from scaletrace.view.report.html import Cell, Table
 from scaletrace.view.report.read import Document, mapping, num, rows
 
-_PART_COLOURS = {
+PART_COLOURS = {
     "compute_ns": 0,
     "exposed_comm_ns": 1,
     "overlapped_comm_ns": 5,
@@ -39,11 +39,11 @@ def breakdown(doc: Document) -> Plot | None:
         pieces = []
         for key, label, _, value in terminal.drawn_parts(part):
             if num(value):
-                used[_PART_COLOURS[key]] = label
+                used[PART_COLOURS[key]] = label
                 share = value / (num(part.get("wall_ns")) or 1)
                 pieces.append(
                     (
-                        _PART_COLOURS[key],
+                        PART_COLOURS[key],
                         float(value),
                         f"rank {rank}: {label} {units.duration(value)}, {units.percent(share)}",
                     )
@@ -80,6 +80,28 @@ def axis_bars(doc: Document) -> Plot | None:
     )
     table = Table(["axis", "wait_ns", "transfer_ns"], [[axis, *pair] for axis, pair in sorted(total.items())])
     return Plot("axes", "Communication by axis", drawing, table)
+
+
+def exposed_axis_bars(doc: Document) -> Plot | None:
+    """Exposed communication of the mean rank, by axis."""
+    ranks = [part for part in mapping(doc.get("breakdown")).values() if isinstance(part, Mapping)]
+    total: dict[str, float] = {}
+    for part in ranks:
+        for axis, value in mapping(part.get("exposed_by_axis_ns")).items():
+            total[str(axis)] = total.get(str(axis), 0.0) + (num(value) or 0.0) / len(ranks)
+    known = sorted(
+        ((axis or "unknown", value) for axis, value in total.items() if value > 0), key=lambda item: -item[1]
+    )
+    if not known:
+        return None
+    bars = [(units.shorten(axis, 8), [(1, value, f"{axis}: {units.duration(value)} exposed")]) for axis, value in known]
+    drawing = stacked_bars(bars, {}, "axis", "exposed time of the mean rank", units.duration)
+    return Plot(
+        "exposed-axes",
+        "Exposed communication by axis",
+        drawing,
+        Table(["axis", "exposed_ns"], [list(item) for item in known]),
+    )
 
 
 def stragglers(doc: Document) -> Plot | None:

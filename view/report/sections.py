@@ -9,7 +9,7 @@ from typing import Any
 
 from scaletrace.view import terminal, units
 from scaletrace.view.report import curve, replay
-from scaletrace.view.report.change import change_headline, changes
+from scaletrace.view.report.change import before_after, change_headline, changes, whatif_headline
 from scaletrace.view.report.chart import Plot
 from scaletrace.view.report.collectives import collectives
 from scaletrace.view.report.html import Cell, Html, Table, csv_link, join, tag
@@ -32,7 +32,9 @@ _PLOTS: tuple[Draw, ...] = (
     curve.throughput,
     curve.exposed_by_axis,
     curve.memory,
+    before_after,
     replay.breakdown,
+    replay.exposed_axis_bars,
     replay.axis_bars,
     replay.stragglers,
     replay.path_strip,
@@ -98,28 +100,21 @@ def _headline(doc: Document, kind: str) -> str:
         return terminal.replay_headline(doc)
     if kind == "extrapolate":
         return terminal.curve_headline(doc)
+    if kind == "whatif":
+        return whatif_headline(doc)
     return str(doc.get("headline") or "") or change_headline(doc)
 
 
 def _steps(doc: Document) -> Html:
-    """Measured against replayed, step by step."""
-    keys = ("measured_ns", "replayed_ns", "error")
-    raw: list[list[Cell]] = [[_plain(s.get("step")), *(num(s.get(k)) for k in keys)] for s in rows(doc.get("steps"))]
-    shown = [
-        [
-            row[0],
-            units.duration(_number(row[1])),
-            units.duration(_number(row[2])),
-            units.percent(_number(row[3]), signed=True),
-        ]
-        for row in raw
-    ]
-    table = Table(["step", "measured", "replayed", "error"], raw, shown)
-    return join(table.to_html("Steps, measured and replayed"), csv_link(table, "steps.csv"))
-
-
-def _number(value: Cell) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    """Step by step: measured against replayed, or before against after."""
+    steps = rows(doc.get("steps"))
+    columns = list(
+        dict.fromkeys(str(key) for step in steps for key in step if not isinstance(step[key], Mapping | list))
+    )
+    raw: list[list[Cell]] = [[_plain(step.get(c)) for c in columns] for step in steps]
+    shown = [[row[i] if c == "step" else shown_value(c, row[i]) for i, c in enumerate(columns)] for row in raw]
+    heads = [c.removesuffix("_ns").replace("_", " ") for c in columns]
+    return join(Table(heads, raw, shown).to_html("Steps"), csv_link(Table(columns, raw), "steps.csv"))
 
 
 def _plain(value: Any) -> Cell:

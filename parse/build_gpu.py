@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from scaletrace.parse.build_draft import group_by
 from scaletrace.parse.cats import COPY_CATS, DEVICE_CATS, SET_CATS, SYNC_CATS
-from scaletrace.parse.events import TIME_UNKNOWN, Events, Int32Array, IntArray
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.gpu_clock import device_shift
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import Call, Calls, Spans, spans_of
-from scaletrace.parse.kernels import classes_of, default_rules
+from scaletrace.parse.kernels import default_rules
 from scaletrace.parse.links import launch_of, stream_of_sync
 from scaletrace.parse.streams import Kernels
 from scaletrace.parse.syncs import EXPLAINED, SyncEdges
@@ -56,6 +57,19 @@ class RankGpu:
     constants: Constants
 
 
+@lru_cache(maxsize=65536)
+def _is_communication(name: str) -> bool:
+    rules = default_rules()
+    return rules.code(name) in rules.codes_of("communication")
+
+
+def _communicates(events: Events, rows: IntArray) -> BoolArray:
+    """Which of the device records move data between ranks, by the classes of their names."""
+    used, inverse = np.unique(events.name[rows], return_inverse=True)
+    table = np.array([_is_communication(events.strings[int(code)]) for code in used], np.bool_)
+    return table[inverse] if len(rows) else np.zeros(0, np.bool_)
+
+
 def grid_blocks(events: Events) -> IntArray:
     """Thread blocks of each kernel's grid, int64[n], 0 where the trace does not say."""
     if "grid_size" in events.args:
@@ -94,8 +108,7 @@ def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Heal
     if unknown:
         health.dropped["device records without a time"] += unknown
     call = _call_index(calls, events, launch_of(events)[gpu])
-    communication = default_rules().codes_of("communication")
-    is_comm = np.isin(classes_of(events)[gpu], communication) | np.isin(gpu, comm_rows)
+    is_comm = _communicates(events, gpu) | np.isin(gpu, comm_rows)
     start = events.ts_ns[gpu].copy()
     launched = call >= 0
     shift = device_shift(calls.start_ns[call[launched]], start[launched] - calls.start_ns[call[launched]], start)

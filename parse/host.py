@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -61,6 +62,7 @@ SYNCS = (Call.DEVICE_SYNC, Call.STREAM_SYNC, Call.EVENT_SYNC, Call.FREE)
 LAUNCHES = (Call.LAUNCH, Call.GRAPH_LAUNCH, Call.COPY)
 
 
+@lru_cache(maxsize=4096)
 def call_type(name: str) -> Call:
     """The meaning of a runtime or driver call, by its name (CUDA, HIP and driver forms)."""
     for pattern, meaning in _RULES:
@@ -115,9 +117,10 @@ def outermost(events: Events, rows: IntArray) -> IntArray:
 
 def find_calls(events: Events, health: Health) -> Calls:
     """The runtime and driver calls that matter: of threads that launch work, without polls and attribute queries."""
-    meanings = np.array([int(call_type(text)) for text in events.strings], np.uint8)
-    candidate = events.in_cats(*RUNTIME_CATS) & (events.ts_ns != TIME_UNKNOWN)
-    rows = np.flatnonzero(candidate)
+    rows = np.flatnonzero(events.in_cats(*RUNTIME_CATS) & (events.ts_ns != TIME_UNKNOWN))
+    meanings = np.zeros(len(events.strings), np.uint8)
+    for code in np.unique(events.name[rows]).tolist():
+        meanings[code] = int(call_type(events.strings[code]))
     meaning = meanings[events.name[rows]]
     rows = rows[meaning != Call.IGNORED]
     meaning = meanings[events.name[rows]]
@@ -187,13 +190,19 @@ def op_spans(events: Events) -> Spans:
 
 def layers_at(draft: Draft, events: Events, lane: Int32Array, time_ns: IntArray) -> Int32Array:
     """Layer code (index into the draft's layers) of the outermost module active on `lane` at each time, -1 without."""
-    found = {code: match for code, text in enumerate(events.strings) if (match := _MODULE.search(text)) is not None}
-    mask = np.isin(events.name, list(found)) & events.in_cats(*ANNOTATION_CATS, *PYTHON_CATS)
-    if not mask.any():
+    mask = events.in_cats(*ANNOTATION_CATS, *PYTHON_CATS)
+    found: dict[int, str] = {}
+    for code in np.unique(events.name[mask]).tolist():
+        match = _MODULE.search(events.strings[code])
+        if match is not None:
+            found[code] = match["module"] or match["path"]
+    if not found:
         return np.full(len(lane), -1, np.int32)
+    mask &= np.isin(events.name, list(found))
     row = spans_of(events, mask).at(lane, time_ns)
-    codes = {code: draft.layer(match["module"] or match["path"]) for code, match in found.items()}
-    table = np.array([codes.get(code, -1) for code in range(len(events.strings))], np.int32)
+    table = np.full(len(events.strings), -1, np.int32)
+    for code, path in found.items():
+        table[code] = draft.layer(path)
     return np.where(row >= 0, table[events.name[np.maximum(row, 0)]], -1).astype(np.int32)
 
 

@@ -6,6 +6,7 @@ a second profiler makes the user's own raise; a CUDA graph under capture must no
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -51,6 +52,25 @@ def unsafe_reason() -> str:
     if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return ""
+
+
+def leave_at_once_in_children() -> None:
+    """Let a forked child that leaves by `exit` skip the destructors of C++ libraries.
+
+    Once Kineto was used, its configuration loader waits in a thread. A forked child has no such thread, and the
+    loader's destructor waits for it for ever, so `sys.exit` in the child would hang (seen with torch 2.13). What Python
+    and the C library have buffered is written first. Children that end by `os._exit` or `exec` are not concerned.
+    """
+    libc: Any = ctypes.CDLL(None)
+    if not all(hasattr(libc, name) for name in ("on_exit", "__cxa_atexit", "fcloseall", "_exit")):
+        return
+    end, flush = (ctypes.cast(function, ctypes.c_void_p) for function in (libc._exit, libc.fcloseall))
+
+    def arrange() -> None:
+        libc.on_exit(end, None)  # handlers run in reverse order, so this one ends what the next one has flushed
+        getattr(libc, "__cxa_atexit")(flush, None, None)
+
+    os.register_at_fork(after_in_child=arrange)
 
 
 class ProfilerWatch:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from scaletrace.collect import clocks, facts
-from scaletrace.collect.guards import Log, ProfilerWatch, unsafe_reason
+from scaletrace.collect.guards import Log, ProfilerWatch, leave_at_once_in_children, unsafe_reason
 from scaletrace.collect.ranks import Place, here, is_selected
 from scaletrace.collect.settings import Settings
 from scaletrace.collect.trigger import Trigger
@@ -167,6 +167,7 @@ class Recorder:
         if not self._at_exit:
             self._at_exit = True
             atexit.register(self.close)
+            leave_at_once_in_children()
         window.open(self.completed, first, count)
 
     def _place(self) -> Place:

@@ -59,8 +59,8 @@ class Settings:
             raise UsageError(f"{self.steps} steps to record; ask for at least 1 (--steps)")
         if first is not None and first < 1:
             raise UsageError(f"start step {first}: the first boundary is the end of step 0, so start at 1 or later")
-        if self.fake_world and (first is None or first < 2 or self.for_s):
-            raise UsageError("a fake world is recorded by step, from step 2 on (the step before is watched)")
+        if self.fake_world and (first is None or first < 4 or self.for_s):
+            raise UsageError("a fake world is recorded by step, from step 4 on (the settled step before is watched)")
         if self.every and self.every <= self.steps:
             raise UsageError(f"every {self.every} steps is not longer than a window of {self.steps} (--every, --steps)")
         if self.compression not in ("auto", "zstd", "gzip"):

@@ -142,6 +142,8 @@ class Window:
         name = f"{self._place.stem}.json"
         part = self.folder / f".{name}.{os.getpid()}.part"
         try:
+            with part.open("wb"), Path(os.devnull).open("rb"):
+                pass  # Kineto says on stderr what it can't open, so what fails must fail here
             profiler.export_chrome_trace(str(part))
             check_complete(part)
             os.replace(part, self.folder / name)

@@ -50,7 +50,10 @@ class Instances:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A measured bound from the manifest: the offset of rank index `rank` to rank index `to` lies in [low, high]."""
+    """A bound beside those of synchronising collectives, from a probe or a message.
+
+    The offset of rank index `rank` minus that of rank index `to` lies in [low, high]; UNBOUNDED where a side is open.
+    """
 
     rank: int
     to: int
@@ -65,6 +68,12 @@ class Alignment:
     clocks: Mapping[int, Clock]
     residual_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     refused: tuple[str, ...] = ()
+
+    @property
+    def open(self) -> bool:
+        """Whether some rank's interval has no bounds, though its bounds do not contradict each other."""
+        known = [clock.high_ns < UNBOUNDED for clock in self.clocks.values()]
+        return not self.refused and not all(known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +176,10 @@ def _bounded(
     level = found.moved(drift[found.rank] * (found.start_ns - origin)) if drift.any() else found
     out = bounds(level, n)
     for one in measured:
-        out[one.to, one.rank] = min(out[one.to, one.rank], float(one.high_ns))
-        out[one.rank, one.to] = min(out[one.rank, one.to], float(-one.low_ns))
+        if one.high_ns < UNBOUNDED:
+            out[one.to, one.rank] = min(out[one.to, one.rank], float(one.high_ns))
+        if one.low_ns > -UNBOUNDED:
+            out[one.rank, one.to] = min(out[one.rank, one.to], float(-one.low_ns))
     return level, out
 
 

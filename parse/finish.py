@@ -50,6 +50,7 @@ def finish(
         table.root[order],
         start[order],
         end[order],
+        table.on_device[order] > 0,
         comparable,
         alone | ~matched,
     )

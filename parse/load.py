@@ -22,7 +22,7 @@ from scaletrace.parse.groups import build_groups, name_axes, override_axes, said
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
-from scaletrace.parse.match_pairs import pair_messages
+from scaletrace.parse.match_pairs import one_way, pair_messages
 from scaletrace.parse.members import KIND
 from scaletrace.parse.peek import Found, rank_value
 from scaletrace.parse.ranks import SEVERAL_HEADERS, Capture, choose, discover, rank_in_events
@@ -158,18 +158,10 @@ def assemble(
     groups = build_groups(said, world, health)
     table = join([members_of(trace, groups, health, patterns) for trace in traces], health)
     match(table, groups, ranks, health)
-    aligned = clock_tools.align(
-        _synchronising(table, traces),
-        ranks,
-        [hosts_in(manifest).get(trace.rank, trace.host) for trace in traces],
-        bounds_in(manifest, ranks),
-        strict,
-        max((_window_ns(trace) for trace in traces), default=0),
-    )
+    aligned = _align(table, traces, health, strict=strict, manifest=manifest)
     for sentence in aligned.refused:
         health.unmatched["ranks whose clock can't be aligned"] += 1
         health.note(sentence)
-    pair_messages(table, aligned.clocks, health)
     collectives = finish(table, groups, ranks, aligned.clocks, health)
     named = name_axes(groups.groups, uses(table, traces), world, health)
     return Job(
@@ -182,6 +174,22 @@ def assemble(
         manifest=manifest,
         residual_ns=aligned.residual_ns,
     )
+
+
+def _align(
+    table: Table, traces: Sequence[RankTrace], health: Health, *, strict: bool, manifest: Mapping[str, Any]
+) -> clock_tools.Alignment:
+    """Clocks from synchronising collectives and probes; messages are paired on them and bound what is still open."""
+    ranks = [trace.rank for trace in traces]
+    found = _synchronising(table, traces)
+    hosts = [hosts_in(manifest).get(trace.rank, trace.host) for trace in traces]
+    probes = bounds_in(manifest, ranks)
+    window = max((_window_ns(trace) for trace in traces), default=0)
+    aligned = clock_tools.align(found, ranks, hosts, probes, strict, window)
+    pair_messages(table, aligned.clocks, health)
+    if aligned.open and (messages := one_way(table, ranks)):
+        aligned = clock_tools.align(found, ranks, hosts, (*probes, *messages), strict, window)
+    return aligned
 
 
 def _window_ns(trace: RankTrace) -> int:

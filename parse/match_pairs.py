@@ -6,17 +6,20 @@ shift does at which sizes and steps agree, no message arrives before it was issu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from scaletrace.parse.clocks import UNBOUNDED, apply
-from scaletrace.parse.collectives import ORDER, Table
+from scaletrace.parse.clocks import UNBOUNDED, Bound, apply
+from scaletrace.parse.collectives import ALONE, ORDER, Table
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Clock
 from scaletrace.parse.match_align import score_shifts
 from scaletrace.parse.members import KIND, P2P
+
+_FROM_ROOT = (KIND["broadcast"], KIND["scatter"])
+_ONE_WAY = (*P2P, *_FROM_ROOT, KIND["reduce"], KIND["gather"])
 
 
 def pair_messages(table: Table, clocks: Mapping[int, Clock], health: Health) -> None:
@@ -52,6 +55,41 @@ def pair_messages(table: Table, clocks: Mapping[int, Clock], health: Health) -> 
         table.instance[receives] = next_id + np.arange(len(receives)) + max(0, shift)
         table.rung[mine] = ORDER
         next_id += len(sends) + len(receives) + abs(shift)
+
+
+def one_way(table: Table, ranks: Sequence[int]) -> tuple[Bound, ...]:
+    """Bounds on clocks from what moves in one direction: nothing arrives before it was issued.
+
+    A receive ends after its send was issued, a broadcast or scatter on other ranks after the root issued it, a reduce or
+    gather on the root after every other rank issued it. Messages both ways make an interval.
+    """
+    index = {rank: i for i, rank in enumerate(ranks)}
+    tightest: dict[tuple[int, int], int] = {}
+    moves = np.flatnonzero(np.isin(table.kind, _ONE_WAY) & (table.bytes_in != 0) & (table.rung != ALONE))
+    order = moves[np.lexsort((table.rank[moves], table.instance[moves]))]
+    for rows in np.split(order, np.flatnonzero(np.diff(table.instance[order])) + 1):
+        for source, target in _directions(table, rows.tolist()):
+            pair = (int(table.rank[source]), int(table.rank[target]))
+            lag = int(table.end_ns[target] - table.issue_ns[source])
+            tightest[pair] = min(tightest.get(pair, lag), lag)
+    return tuple(
+        Bound(index[target], index[source], -UNBOUNDED, lag) for (source, target), lag in sorted(tightest.items())
+    )
+
+
+def _directions(table: Table, rows: list[int]) -> Iterator[tuple[int, int]]:
+    """(row that issues, row that ends after it) for the members of one instance."""
+    if len(rows) < 2:
+        return
+    kind = int(table.kind[rows[0]])
+    if kind in P2P:
+        if {int(table.kind[row]) for row in rows} == P2P:
+            yield (rows[0], rows[1]) if kind == KIND["send"] else (rows[1], rows[0])
+        return
+    root = next((row for row in rows if table.rank[row] == table.root[row]), None)
+    for row in rows if root is not None else []:
+        if row != root:
+            yield (root, row) if kind in _FROM_ROOT else (row, root)
 
 
 def _same_counts(a: IntArray, b: IntArray) -> bool:

@@ -275,22 +275,45 @@ def _told_apart(files: list[Found]) -> list[Found]:
 
 
 def _repeated(files: list[Found]) -> list[tuple[str, list[Found]]]:
-    """Several files for one rank: the same text around the numbers is one series, its k-th file by time the k-th cycle."""
+    """Several files for one rank: the same text around the numbers is one series of captures.
+
+    Within a series a number that ranks share (a step, a cycle, an attempt) tells captures apart; where there is none,
+    the k-th newest file of each rank belongs to the k-th newest capture.
+    """
     series: dict[str, list[Found]] = defaultdict(list)
     for file in files:
         series[_NUMBER.sub("#", _stem(file.path))].append(file)
     out: list[tuple[str, list[Found]]] = []
     for shape in sorted(series):
-        rows: dict[int | None, list[Found]] = defaultdict(list)
-        for file in sorted(series[shape], key=lambda f: (f.first_ns, _natural(f.path.name))):
-            rows[file.rank].append(file)
-        depth = max(len(row) for row in rows.values())
-        for k in range(depth):
-            # counted from the newest, so that a rank that began late still pairs with its peers
-            members = [row[len(row) - depth + k] for row in rows.values() if len(row) - depth + k >= 0]
-            tag = shape if len(series) > 1 else ""
-            out.append((f":{tag}{f'#{k}' if depth > 1 else ''}", members))
+        tag = f":{shape}" if len(series) > 1 else ":"
+        parts = _by_shared_number(series[shape]) or _by_time(series[shape])
+        out += [(f"{tag}{name}", part) for name, part in parts] if len(parts) > 1 else [(tag, parts[0][1])]
     return out
+
+
+def _by_shared_number(files: list[Found]) -> list[tuple[str, list[Found]]]:
+    """Captures by the first number in the names that leaves one file a rank and is shared by several ranks."""
+    numbers = [[int(n) for n in _NUMBER.findall(_stem(file.path))] for file in files]
+    for column in range(len(numbers[0])):
+        parts: dict[int, list[Found]] = defaultdict(list)
+        for file, row in zip(files, numbers, strict=True):
+            parts[row[column]].append(file)
+        alone = all(len({file.rank for file in part}) == len(part) for part in parts.values())
+        if alone and 1 < len(parts) < len(files):
+            return [(f"#{value}", parts[value]) for value in sorted(parts)]
+    return []
+
+
+def _by_time(files: list[Found]) -> list[tuple[str, list[Found]]]:
+    rows: dict[int | None, list[Found]] = defaultdict(list)
+    for file in sorted(files, key=lambda f: (f.first_ns, _natural(f.path.name))):
+        rows[file.rank].append(file)
+    depth = max(len(row) for row in rows.values())
+    # counted from the newest, so that a rank that began late still pairs with its peers
+    return [
+        (f"#{k}", [row[len(row) - depth + k] for row in rows.values() if len(row) - depth + k >= 0])
+        for k in range(depth)
+    ]
 
 
 def choose(captures: Mapping[str, Capture], wanted: str | None, health: Health) -> Capture:

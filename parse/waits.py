@@ -27,13 +27,15 @@ def split(
     root: Int32Array,
     start_ns: IntArray,
     end_ns: IntArray,
+    on_device: BoolArray,
     comparable: BoolArray,
     alone: BoolArray,
 ) -> tuple[IntArray, IntArray]:
     """(wait_ns, transfer_ns) of members sorted by instance; instance k is rows first[k] … first[k] + size[k] - 1.
 
     A member waits for the last start of those it depends on: all others in a synchronising collective, the root in a
-    broadcast or scatter, and the root for all others in a reduce or gather; a receive for its send. A wait never
+    broadcast or scatter, and the root for all others in a reduce or gather; a receive for its send, and a send by a
+    kernel for its receive. A wait never
     exceeds the member's own time. Where the members seen do not tell (`alone`: others of the instance were not seen;
     or clocks that can't be compared) transfer is -1.
     """
@@ -51,6 +53,8 @@ def split(
     awaited = np.where(np.isin(kind, _FROM_ROOT) & ~is_root, roots, awaited)
     awaited = np.where(np.isin(kind, _TO_ROOT) & is_root, last, awaited)
     awaited = np.where(kind == KIND["recv"], sends, awaited)
+    # a kernel of NCCL holds its send until the receiver is there; gloo hands it to the system
+    awaited = np.where((kind == KIND["send"]) & on_device, last, awaited)
     dur = end_ns - start_ns
     wait = np.clip(np.where(awaited == floor, 0, awaited - start_ns), 0, dur)
     unknown = ~comparable | alone

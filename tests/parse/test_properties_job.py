@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ GLOO = (
 SKEWS_NS = (0, 5_000_000, -20_000_000, 123_000_000)
 
 Member = tuple[int, int, int]
+
+
+@cache
+def loaded(folder: Path) -> Job:
+    """Each job is read once; nothing changes it."""
+    return load(folder)
 
 
 def pairs(job: Job, rows: dict[int, np.ndarray[Any, Any]] | None = None) -> set[tuple[Member, Member]]:
@@ -125,7 +132,7 @@ def test_the_order_of_files_changes_nothing(shared_data: Path, name: str) -> Non
 @pytest.mark.parametrize("name", [*NCCL, *GLOO])
 def test_a_missing_rank_changes_no_pair_of_the_others(shared_data: Path, name: str) -> None:
     """Without any one rank, the pairs of the others are those of the whole job."""
-    job = load(shared_data / name)
+    job = loaded(shared_data / name)
     whole = pairs(job)
     for gone in [trace.rank for trace in job.ranks][:: max(1, len(job.ranks) // 4)]:
         left = again(job, [trace for trace in job.ranks if trace.rank != gone])
@@ -137,7 +144,7 @@ def test_a_missing_rank_changes_no_pair_of_the_others(shared_data: Path, name: s
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cut_windows_change_only_the_counts(shared_data: Path, name: str, seed: int) -> None:
     """After cutting other numbers of leading collectives from each rank, every pair left is one of the whole job."""
-    job = load(shared_data / name)
+    job = loaded(shared_data / name)
     counts = np.random.default_rng(seed).integers(0, 4, len(job.ranks)).tolist()
     traces, rows = cut(job, counts)
     whole = pairs(job)
@@ -152,7 +159,7 @@ def test_cut_windows_change_only_the_counts(shared_data: Path, name: str, seed: 
 @pytest.mark.parametrize("ppm", [0.0, 50.0])
 def test_skew_and_drift_stay_inside_the_interval(shared_data: Path, name: str, ppm: float) -> None:
     """Skews of 5, -20 and 123 ms and a drift of 50 ppm lie in each interval, and no pair and no verdict changes."""
-    job = load(shared_data / name)
+    job = loaded(shared_data / name)
     skews = [SKEWS_NS[k % 4] for k in range(len(job.ranks))]
     drifts = [ppm if k % 2 else 0.0 for k in range(len(job.ranks))]
     moved = again(job, [skewed(t, s, d) for t, s, d in zip(job.ranks, skews, drifts, strict=True)])
@@ -172,7 +179,7 @@ def test_skew_and_drift_stay_inside_the_interval(shared_data: Path, name: str, p
 def test_gloo_works_without_sidecars(shared_data: Path) -> None:
     """Without flight-recorder dumps the pairs are the same, and that groups and turns were inferred is counted."""
     for name in GLOO:
-        job = load(shared_data / name)
+        job = loaded(shared_data / name)
         bare = again(job, [replace(trace, sidecar=None) for trace in job.ranks])
 
         assert pairs(job) == pairs(bare), name

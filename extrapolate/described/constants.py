@@ -69,6 +69,7 @@ class Device:
     collective_slowdown: float = 0.19
     spread: float = 0.011
     overlap_is_fitted: bool = True
+    generation: str = ""
 
     def kernel_slowdown(self, channels: int = NCCL_CHANNELS) -> float:
         """κ: a kernel beside a resident collective of `channels` channels takes 1 + κ times as long.
@@ -115,6 +116,18 @@ FLASH_H100 = KernelCosts(0.74, 0.0, 43.1, 29.3, 7.0e-6, 1.07e-3, 0.117e-3, seque
 the ratio of the shares that the largest kernels reach, (794.5/989) / (271.2/312)."""
 
 
+_GEMM_SHARE = {"ampere": MEGATRON_A100.gemm_share, "hopper": FLASH_H100.gemm_share}
+
+
+def costs_on(device: Device, *, flash: bool = True) -> KernelCosts:
+    """Kernel costs of a usual stack on a device: with flash attention, or without as MEGATRON_A100 was.
+
+    Another generation than Ampere takes Hopper's share of peak, the nearest measured one.
+    """
+    share = _GEMM_SHARE.get(device.generation, _GEMM_SHARE["hopper"])
+    return replace(FLASH_H100 if flash else MEGATRON_A100, gemm_share=share)
+
+
 OVERLAP_LOSS = {"hopper": 0.603, "ampere": 0.217}
 """λ by generation; for another generation the one of Ampere stands in (`overlap_is_fitted` says so)."""
 
@@ -159,4 +172,5 @@ def device_of(cluster: Cluster, name: str = "") -> Device:
         nic_share=outer.efficiency,
         hbm_share=_HBM_SHARE,
         overlap_is_fitted=found.generation in OVERLAP_LOSS,
+        generation=found.generation,
     )

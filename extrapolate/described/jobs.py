@@ -28,6 +28,7 @@ from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.described.pipeline import Pipeline, pipeline_program
 from scaletrace.extrapolate.described.sharded_optimizer import OwnedStep, owned_program
 from scaletrace.extrapolate.described.spread import straggle
+from scaletrace.extrapolate.described.stages import layers_by_chunk, layers_by_cost
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -108,30 +109,6 @@ class Job:
     def _bound_weight(self) -> float:
         lanes = self.program.lane_ptr
         return max(float(self.program.weight[lanes[2 * r] : lanes[2 * r + 1]].sum()) for r in range(self.program.ranks))
-
-
-def layers_by_chunk(layers: int, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk in model order: equal, and where they don't divide, the first and last are short first."""
-    each = -(-layers // chunks)
-    counts = [each] * chunks
-    short, left, right = each * chunks - layers, 0, chunks - 1
-    for i in range(short):
-        if i % 2 == 0:
-            counts[left] -= 1
-            left += 1
-        else:
-            counts[right] -= 1
-            right -= 1
-    if min(counts) < 0 or sum(counts) != layers:
-        raise UsageError(f"{layers} layers can't be cut into {chunks} chunks")
-    return tuple(counts)
-
-
-def layers_by_cost(layers: int, chunks: int, head: float) -> tuple[int, ...]:
-    """Layers of each chunk when the last also carries `head` layers' worth of work and all are to be equal."""
-    last = max(0, round((layers + head) / chunks - head)) if chunks > 1 else layers
-    each, more = divmod(layers - last, max(1, chunks - 1))
-    return (*(each + (i < more) for i in range(chunks - 1)), last)
 
 
 def pipeline_job(model: Model, layout: Layout, device: Device, costs: KernelCosts | None = None) -> Job:

@@ -191,7 +191,7 @@ def _rate(lane: int, busy: BoolArray, head: IntArray, contends: BoolArray, share
     return 1.0
 
 
-def solve_increasing(function: Callable[[float], float], target: float, guess: float) -> float:
+def solve_increasing(function: Callable[[float], float], target: float, guess: float, tolerance: float = 1e-9) -> float:
     """x with function(x) = target for an increasing, nearly linear function; raises UsageError where none is positive."""
     low = 0.0
     at_low = function(low)
@@ -206,7 +206,7 @@ def solve_increasing(function: Callable[[float], float], target: float, guess: f
         # Illinois variant of regula falsi: halving the gap of an end that stays keeps the other end moving.
         x = (low * gap_high - high * gap_low) / (gap_high - gap_low)
         gap = function(x) - target
-        if abs(gap) <= 1e-9 * target or high - low <= 1e-12 * high:
+        if abs(gap) <= tolerance * target or high - low <= 1e-12 * high:
             break
         if gap < 0:
             low, gap_low, gap_high = x, gap, gap_high / 2

@@ -14,10 +14,11 @@ from scaletrace.extrapolate import overlap
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.columns import BOTH, NONE
+from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import Calibration
 from scaletrace.extrapolate.flops import step_flop
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of, measured_layout
-from scaletrace.extrapolate.noise import compute_nodes, measure_noise
+from scaletrace.extrapolate.noise import measure_noise
 from scaletrace.extrapolate.overlap import Slowdown
 from scaletrace.extrapolate.rewrite.data import Shape
 from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrace.extrapolate.overlap import device_lanes
+from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.segments import segments
 from scaletrace.extrapolate.stragglers import PRIOR_NOISE, Noise
-from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 
 Floats = npt.NDArray[np.float64]
@@ -24,12 +24,6 @@ LARGEST_CV = 0.5
 OUTLIER = 10.0
 UNLIKE = 3.0
 """A segment that takes this many times as long on one rank as on another holds other work there: not comparable."""
-
-
-def compute_nodes(graph: Graph) -> BoolArray:
-    """bool[n]: kernels and copies on a device, or host work where the job has no device."""
-    device = device_lanes(graph) & graph.nodes(NodeKind.KERNEL, NodeKind.COPY)
-    return device if device.any() else graph.nodes(NodeKind.HOST)
 
 
 def segment_times(graph: Graph, dur_ns: IntArray) -> Floats:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scaletrace.extrapolate.compute import device_lanes
 from scaletrace.jit import jit
-from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 
 Floats = npt.NDArray[np.float64]
@@ -59,12 +60,6 @@ def covered(start: IntArray, end: IntArray, low: IntArray, high: IntArray) -> In
     low, high = union(low, high)
     before = np.concatenate((np.zeros(1, np.int64), np.cumsum(high - low)))
     return _covered(start, end, low, high, before)
-
-
-def device_lanes(graph: Graph) -> BoolArray:
-    """bool[n]: nodes on a stream of a device."""
-    is_device = np.array([lane.is_device for lane in graph.lanes] + [False], np.bool_)
-    return np.asarray(is_device[graph.lane])
 
 
 def resident(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from scaletrace.extrapolate import overlap
 from scaletrace.extrapolate.base import Base
+from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import Provenance
 from scaletrace.extrapolate.layout import Layout, scaled
-from scaletrace.extrapolate.noise import compute_nodes
 from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.steps import Shares, shares, step_times_ns, step_window
 from scaletrace.extrapolate.stragglers import Population, expected_step_ns

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.layout import axis_of
-from scaletrace.extrapolate.noise import compute_nodes
 from scaletrace.extrapolate.overlap import covered, resident, union
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, NodeKind

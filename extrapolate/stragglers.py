@@ -12,18 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.columns import ARRIVE, BOTH, MEET, PLAIN, finish_time, sweep_columns
+from scaletrace.extrapolate.columns import BOTH, everyone, sweep_columns
+from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.normal import expected_max, normal_scores, variance_of_max
+from scaletrace.extrapolate.reduce import ARRIVE, MEET, PLAIN, keep_mask, longest_paths
 from scaletrace.extrapolate.segments import segments
-from scaletrace.parse.events import BoolArray, ByteArray, Int32Array
+from scaletrace.parse.events import BoolArray, ByteArray, Int32Array, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 
 Floats = npt.NDArray[np.float64]
-SAMPLES, HEAVY_SAMPLES = 64, 512
+SAMPLES = 64
 INNER_SAMPLES, OUTER_SAMPLES = 8, 32
 NOISE_ROWS = 1024
+CELLS = 1 << 25
+"""Most (node, column) pairs of a sweep over ranks one by one: 256 MiB."""
+LEAST_COLUMNS = 1 << 13
+"""Ranks that a sweep of a heavy-tailed population simulates at least in all its repetitions."""
 TAIL_SHARE = 0.005
-"""Share of the standardised arrivals that the tail is fitted to; below it the sample itself is used."""
+"""Share of the standardised arrivals that a tail is fitted to; below it the sample itself is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class Population:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A graph of classes, ready for the sweep over columns; reach says for each collective how far it goes."""
+    """A graph of classes, ready to be reduced; reach says for each collective how far it goes."""
 
     graph: Graph
     classes: Int32Array
@@ -84,83 +90,180 @@ class Folded:
     role: ByteArray
     noisy: BoolArray
     reach: ByteArray
+    keep: BoolArray
+    succ_ptr: IntArray
+    succ: Int32Array
+    succ_lag_ns: Floats
 
     @property
     def class_count(self) -> int:
         return int(self.classes.max()) + 1 if len(self.classes) else 0
 
 
-COMPUTE = (NodeKind.HOST, NodeKind.KERNEL, NodeKind.COPY)
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What a sweep over columns needs: kept nodes, one end node a class, and the longest paths between them."""
+
+    dur_ns: Floats
+    segment: Int32Array
+    classes: Int32Array
+    role: ByteArray
+    instance: Int32Array
+    pred_ptr: IntArray
+    pred: Int32Array
+    fixed_ns: Floats
+    noisy_ns: Floats
+    reach: ByteArray
+    class_count: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of noise worth having: one a segment and class, up to a limit."""
+        return min(NOISE_ROWS, max(1, (int(self.segment.max(initial=0)) + 1) * self.class_count))
 
 
 def fold(graph: Graph, reach: ByteArray | None = None) -> Folded:
     """Prepare a graph whose ranks are classes; `reach` uint8 a collective (columns.NONE … BOTH), default BOTH."""
-    kinds = graph.kind
     role = np.full(len(graph), PLAIN, np.uint8)
-    role[kinds == NodeKind.ARRIVE] = ARRIVE
-    role[(kinds == NodeKind.TRANSFER) | (kinds == NodeKind.RENDEZVOUS)] = MEET
-    ranks = np.unique(graph.rank[graph.rank >= 0])
-    classes = np.searchsorted(ranks, np.maximum(graph.rank, ranks[0] if len(ranks) else 0)).astype(np.int32)
-    if reach is None:
-        reach = np.full(max(1, len(graph.collectives)), BOTH, np.uint8)
-    return Folded(graph, classes, segments(graph), role, graph.nodes(*COMPUTE), reach)
+    role[graph.kind == NodeKind.ARRIVE] = ARRIVE
+    role[(graph.kind == NodeKind.TRANSFER) | (graph.kind == NodeKind.RENDEZVOUS)] = MEET
+    ranks = np.unique(graph.rank[(graph.rank >= 0) & (graph.kind != NodeKind.RENDEZVOUS)])
+    first = ranks[0] if len(ranks) else 0
+    owner = np.where(np.isin(graph.rank, ranks), graph.rank, first)
+    order = np.argsort(graph.pred, kind="stable")
+    ptr = np.zeros(len(graph) + 1, np.int64)
+    np.cumsum(np.bincount(graph.pred, minlength=len(graph)), out=ptr[1:])
+    return Folded(
+        graph=graph,
+        classes=np.searchsorted(ranks, owner).astype(np.int32),
+        segment=segments(graph),
+        role=role,
+        noisy=compute_nodes(graph) & (role == PLAIN),
+        reach=np.full(max(1, len(graph.collectives)), BOTH, np.uint8) if reach is None else reach,
+        keep=keep_mask(role, graph.pred_ptr, graph.pred),
+        succ_ptr=ptr,
+        succ=graph.edge_dst[order],
+        succ_lag_ns=graph.lag_ns[order].astype(np.float64),
+    )
+
+
+def reduced(folded: Folded, dur_ns: npt.ArrayLike | None = None) -> Reduced:
+    """The longest paths of a folded graph, with other durations if given (int64[n]).
+
+    A kept node that noise stretches gives its duration to the paths that lead to it, so that only paths are noisy.
+    """
+    graph, count = folded.graph, folded.class_count
+    durations = np.asarray(graph.dur_ns if dur_ns is None else dur_ns, np.float64)
+    src, dst, fixed, noisy = longest_paths(
+        durations, folded.noisy, folded.classes, folded.keep, folded.succ_ptr, folded.succ, folded.succ_lag_ns, count
+    )
+    kept = np.flatnonzero(folded.keep)
+    position = np.full(len(graph) + count, -1, np.int64)
+    position[kept] = np.arange(len(kept))
+    position[len(graph) :] = len(kept) + np.arange(count)
+    moved = folded.keep & folded.noisy
+    extra = np.where(moved, durations, 0.0)
+    roots = kept[moved[kept] & (np.diff(graph.pred_ptr)[kept] == 0)]
+    extra_of_target = np.concatenate((extra, np.zeros(count)))[dst]
+    noisy = noisy + extra_of_target
+    # A root has no path to stretch: it keeps its duration, without noise.
+    own = np.where(moved, 0.0, durations)
+    own[roots] = durations[roots]
+    to = position[dst]
+    order = np.argsort(to, kind="stable")
+    total = len(kept) + count
+    ptr = np.zeros(total + 1, np.int64)
+    np.cumsum(np.bincount(to, minlength=total), out=ptr[1:])
+    tail = np.arange(count, dtype=np.int32)
+    last = np.array([folded.segment[folded.classes == c].max(initial=0) for c in range(count)], np.int32)
+    return Reduced(
+        dur_ns=np.concatenate((own[kept], np.zeros(count))),
+        segment=np.concatenate((folded.segment[kept], last)),
+        classes=np.concatenate((folded.classes[kept], tail)),
+        role=np.concatenate((folded.role[kept], np.full(count, PLAIN, np.uint8))),
+        instance=np.concatenate((graph.instance[kept], np.full(count, -1, np.int32))),
+        pred_ptr=ptr,
+        pred=position[src][order].astype(np.int32),
+        fixed_ns=fixed[order],
+        noisy_ns=noisy[order],
+        reach=folded.reach,
+        class_count=count,
+    )
 
 
 def expected_step_ns(
-    folded: Folded, population: Population, noise: Noise, dur_ns: npt.ArrayLike | None = None, seed: int = 1
+    folded: Folded | Reduced, population: Population, noise: Noise, dur_ns: npt.ArrayLike | None = None, seed: int = 1
 ) -> float:
     """Expected time until the last of the population has finished the graph, by the folded ensemble."""
-    heavy = noise.tail != "normal"
-    shape = _shape(folded, population, heavy)
+    graph = folded if isinstance(folded, Reduced) else reduced(folded, dur_ns)
+    if noise.tail != "normal":
+        return _heavy_step_ns(graph, population, noise, seed)
+    shape = _shape(graph, population)
     rng = np.random.default_rng(seed)
-    rows = min(NOISE_ROWS, max(1, (int(folded.segment.max(initial=0)) + 1) * folded.class_count))
-    table = _noise_table(noise, rng, rows, shape)
-    static = _static_table(noise, rng, folded.class_count, shape, population)
+    table = _noise_table(noise, rng, graph.rows, shape)
+    static = _static_table(noise, rng, graph.class_count, shape, population)
     luck = np.stack([rng.permutation(normal_scores(shape[0])) for _ in range(64)])
     gain = (expected_max(population.inner), expected_max(population.outer), variance_of_max(population.inner) ** 0.5)
     n = (float(population.inner), float(population.outer))
-    shapes = np.zeros((512 if heavy else 0, shape[0]))
-    for _ in range(2 if heavy else 1):
-        finish, filled = _sweep(folded, dur_ns, table, static, shape, n, gain, luck, heavy, False, shapes)
-        if heavy and filled:
-            gain = (gain[0], _tail_gain(shapes[:filled].ravel(), population.outer), gain[2])
-    return finish_time(finish, shape, n, gain, heavy)
+    end, _ = _sweep(graph, table, static, shape, n, gain, luck, 0.0, np.zeros((0, 1)))
+    return everyone(end[-graph.class_count :], shape, n, gain, 0.0)
 
 
 def simulate_step_ns(
-    folded: Folded, population: Population, noise: Noise, dur_ns: npt.ArrayLike | None = None, seed: int = 1
+    folded: Folded | Reduced, population: Population, noise: Noise, dur_ns: npt.ArrayLike | None = None, seed: int = 1
 ) -> float:
     """The same by brute force: one column for every rank of the population, the largest wherever they meet."""
+    graph = folded if isinstance(folded, Reduced) else reduced(folded, dur_ns)
+    return _one_by_one(graph, population, noise, seed, 1.0, np.zeros((0, 1)))[0]
+
+
+def _one_by_one(
+    graph: Reduced, population: Population, noise: Noise, seed: int, boost: float, shapes: Floats
+) -> tuple[float, int]:
+    """Finish of the last rank with a column for each, and how many rows of `shapes` were filled."""
     shape = (population.outer, population.inner, 0)
     rng = np.random.default_rng(seed)
-    columns = population.ranks
-    rows = min(NOISE_ROWS, max(1, (int(folded.segment.max(initial=0)) + 1) * folded.class_count))
-    table = noise.draw(rng, (rows, columns))
-    static = (
-        rng.normal(0.0, noise.static_cv, (folded.class_count, columns))
-        if noise.static_cv
-        else np.zeros((folded.class_count, columns))
-    )
+    table = noise.draw(rng, (graph.rows, population.ranks))
+    static = np.zeros((graph.class_count, population.ranks))
+    if noise.static_cv:
+        static = rng.normal(0.0, noise.static_cv, static.shape)
     n = (float(population.inner), float(population.outer))
-    finish, _ = _sweep(
-        folded, dur_ns, table, static, shape, n, (0.0, 0.0, 0.0), np.zeros((1, shape[0])), False, True, np.zeros((0, 1))
+    end, filled = _sweep(graph, table, static, shape, n, (0.0, 0.0, 0.0), np.zeros((1, 1)), boost, shapes)
+    return everyone(end[-graph.class_count :], shape, n, (0.0, 0.0, 0.0), boost), filled
+
+
+def _heavy_step_ns(graph: Reduced, population: Population, noise: Noise, seed: int) -> float:
+    """A population with heavy tails: as many ranks one by one as fit, and beyond them what the tail's shape adds.
+
+    The largest of S simulated ranks lies at some distance from their mean; that of n > S ranks lies further by the
+    ratio of the expected maxima of the standardised arrivals, pooled over meetings.
+    """
+    most = max(64, CELLS // max(1, len(graph.dur_ns) + graph.rows) // population.inner)
+    shown = Population(min(population.outer, most), population.inner)
+    boost = 1.0
+    if shown.outer < population.outer:
+        shapes = np.zeros((64, shown.ranks))
+        _, filled = _one_by_one(graph, shown, noise, seed, 1.0, shapes)
+        scores = shapes[:filled].ravel()
+        if filled:
+            boost = max(1.0, _tail_gain(scores, population.outer) / _tail_gain(scores, shown.outer))
+    repeats = max(1, LEAST_COLUMNS // shown.ranks)
+    return float(
+        np.mean([_one_by_one(graph, shown, noise, seed + i, boost, np.zeros((0, 1)))[0] for i in range(repeats)])
     )
-    return float(finish.max())
 
 
-def _shape(folded: Folded, population: Population, heavy: bool) -> tuple[int, int, int]:
-    extra = min(folded.class_count, 16)
+def _shape(graph: Reduced, population: Population) -> tuple[int, int, int]:
+    extra = min(graph.class_count, 16)
     if population.inner == 1:
-        return (HEAVY_SAMPLES if heavy else SAMPLES), 1, extra
+        return SAMPLES, 1, extra
     return OUTER_SAMPLES, min(INNER_SAMPLES, population.inner), extra
 
 
 def _noise_table(noise: Noise, rng: np.random.Generator, rows: int, shape: tuple[int, int, int]) -> Floats:
-    """Noise of every column; stratified where it is normal, so that mean and spread are exact in every segment."""
+    """Normal noise of every column, stratified so that mean and spread are exact in every segment."""
     a_count, b_count, extra = shape
     sampled = a_count * b_count
-    if noise.tail != "normal":
-        return noise.draw(rng, (rows, sampled + extra))
     scores = normal_scores(sampled)
     table = np.empty((rows, sampled + extra))
     for row in table:
@@ -188,23 +291,19 @@ def _static_table(
 
 
 def _sweep(
-    folded: Folded,
-    dur_ns: npt.ArrayLike | None,
+    graph: Reduced,
     table: Floats,
     static: Floats,
     shape: tuple[int, int, int],
     n: tuple[float, float],
     gain: tuple[float, float, float],
     luck: Floats,
-    robust: bool,
-    exact: bool,
+    boost: float,
     shapes: Floats,
 ) -> tuple[Floats, int]:
-    graph = folded.graph
-    durations = np.asarray(graph.dur_ns if dur_ns is None else dur_ns, np.float64)
     return sweep_columns(
-        durations, folded.noisy, folded.segment, folded.classes, folded.role, graph.instance, graph.pred_ptr, graph.pred,
-        graph.lag_ns.astype(np.float64), folded.reach, table, static, shape, n, gain, luck, robust, exact, shapes,
+        graph.dur_ns, graph.segment, graph.classes, graph.role, graph.instance, graph.pred_ptr, graph.pred,
+        graph.fixed_ns, graph.noisy_ns, graph.reach, table, static, shape, n, gain, luck, boost, shapes,
     )  # fmt: skip
 
 

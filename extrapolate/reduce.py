@@ -1,0 +1,96 @@
+"""Turns a graph of classes into the much smaller graph of its longest paths between meetings of ranks.
+
+Kept are arrivals, meetings, what directly waits for a meeting, and what an arrival directly waits for; all else becomes
+edges: the longest path between two kept nodes that touches no third, split into what noise stretches and what not.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from scaletrace.jit import jit
+from scaletrace.parse.events import BoolArray, ByteArray, Int32Array, IntArray
+
+Floats = npt.NDArray[np.float64]
+PLAIN, ARRIVE, MEET = 0, 1, 2
+"""Roles of a node: any, the arrival of a member, and where the members' arrivals meet (hub or transfer)."""
+
+
+def keep_mask(role: ByteArray, pred_ptr: IntArray, pred: Int32Array) -> BoolArray:
+    """Which nodes stay; bool[n]."""
+    into = np.repeat(np.arange(len(role)), np.diff(pred_ptr))
+    keep = (role != PLAIN) | (np.diff(pred_ptr) == 0)
+    keep[into[role[pred] == MEET]] = True
+    keep[pred[role[into] == ARRIVE]] = True
+    return keep
+
+
+@jit
+def longest_paths(
+    dur_ns: Floats,
+    noisy: BoolArray,
+    cls: Int32Array,
+    keep: BoolArray,
+    succ_ptr: IntArray,
+    succ: Int32Array,
+    lag_ns: Floats,
+    classes: int,
+) -> tuple[Int32Array, Int32Array, Floats, Floats]:
+    """(source, target, fixed ns, noisy ns) of every longest path between kept nodes; target n + c is class c's end.
+
+    Lengths are from the end of the source to the start of the target; nodes are in topological order.
+    """
+    n = len(dur_ns)
+    total, part = np.zeros(n), np.zeros(n)
+    stamp = np.full(n, -1, np.int64)
+    src, dst, fixed, varied = [0], [0], [0.0], [0.0]
+    best, best_part = np.empty(classes), np.empty(classes)
+    for s in range(n):
+        if not keep[s]:
+            continue
+        best[:] = -1e300
+        best[cls[s]], best_part[cls[s]] = 0.0, 0.0
+        queue = [n]
+        queue.pop()
+        for e in range(succ_ptr[s], succ_ptr[s + 1]):
+            w = succ[e]
+            if stamp[w] != s:
+                stamp[w], total[w], part[w] = s, lag_ns[e], 0.0
+                heappush(queue, np.int64(w))
+            elif lag_ns[e] > total[w]:
+                total[w], part[w] = lag_ns[e], 0.0
+        while len(queue):
+            v = heappop(queue)
+            if keep[v]:
+                src.append(s)
+                dst.append(v)
+                fixed.append(total[v] - part[v])
+                varied.append(part[v])
+                continue
+            out = total[v] + dur_ns[v]
+            out_part = part[v] + (dur_ns[v] if noisy[v] else 0.0)
+            if out > best[cls[v]]:
+                best[cls[v]], best_part[cls[v]] = out, out_part
+            for e in range(succ_ptr[v], succ_ptr[v + 1]):
+                w = succ[e]
+                reached = out + lag_ns[e]
+                if stamp[w] != s:
+                    stamp[w], total[w], part[w] = s, reached, out_part
+                    heappush(queue, np.int64(w))
+                elif reached > total[w]:
+                    total[w], part[w] = reached, out_part
+        for c in range(classes):
+            if best[c] > -1e299:
+                src.append(s)
+                dst.append(n + c)
+                fixed.append(best[c] - best_part[c])
+                varied.append(best_part[c])
+    m = len(src) - 1
+    sources, targets = np.empty(m, np.int32), np.empty(m, np.int32)
+    plain, noise = np.empty(m), np.empty(m)
+    for i in range(m):
+        sources[i], targets[i], plain[i], noise[i] = src[i + 1], dst[i + 1], fixed[i + 1], varied[i + 1]
+    return sources, targets, plain, noise

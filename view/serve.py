@@ -98,6 +98,16 @@ def _handler(trace: Path, folder: Path | None, count: Callable[[], None]) -> typ
         def do_HEAD(self) -> None:
             self._answer(with_body=False)
 
+        def do_OPTIONS(self) -> None:
+            """Chromium asks before a public page may reach the loopback interface; only ui.perfetto.dev may."""
+            if folder is not None or self.headers.get("Origin") != PUBLIC_UI:
+                self.send_error(HTTPStatus.FORBIDDEN)
+                return
+            self.send_response(HTTPStatus.NO_CONTENT)
+            self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
+            self.send_header("Access-Control-Allow-Private-Network", "true")
+            self.end_headers()
+
         def log_message(self, format: str, *args: object) -> None:
             """Requests are not logged."""
 

@@ -78,14 +78,15 @@ class _Native:
         self._processor = TraceProcessor(trace=str(trace), config=TraceProcessorConfig(bin_path=str(binary)))
 
     def query(self, sql: str) -> tuple[list[str], list[tuple[Cell, ...]]]:
-        from perfetto.common.exceptions import PerfettoException
+        from perfetto.trace_processor.api import TraceProcessorException
 
         try:
-            frame: Any = self._processor.query(sql)
-        except PerfettoException as error:
+            result: Any = self._processor.query(sql)
+        except TraceProcessorException as error:
             raise UsageError(f"SQL: {sql_complaint(str(error))}") from error
-        columns = list(frame.column_names)
-        return columns, [tuple(getattr(row, column) for column in columns) for row in frame]
+        columns = list(result.column_names)
+        frame = result.as_pandas_dataframe()  # unlike the rows as objects, it keeps columns of the same name apart
+        return columns, list(frame.itertuples(index=False, name=None))
 
 
 def native_binary() -> Path | None:

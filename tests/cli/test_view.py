@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from scaletrace.cli.view import view
+from scaletrace.cli.view import _Done, view
 from scaletrace.errors import MissingExtraError
 from scaletrace.view import serve
 from scaletrace.view.webui import web_folder
@@ -68,3 +70,16 @@ def test_a_missing_file_is_exit_code_1(tmp_path: Path) -> None:
 
     assert result.exit_code == 1
     assert "scaletrace replay" in result.output
+
+
+def test_the_public_ui_is_served_until_it_has_fetched_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server stays while nobody has asked, and some seconds beyond the request."""
+    now = iter([100.0, 100.0, 104.0, 106.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    server = SimpleNamespace(requests=0)
+    done = _Done(cast(serve.TraceServer, server))
+    before = done()
+    server.requests = 1
+
+    assert before is False
+    assert [done(), done(), done()] == [False, False, True]

@@ -34,9 +34,12 @@ def server(tmp_path: Path) -> Iterator[serve.TraceServer]:
     running.close()
 
 
-def ask(server: serve.TraceServer, path: str, host: str | None = None) -> tuple[int, dict[str, str], bytes]:
+def ask(
+    server: serve.TraceServer, path: str, host: str | None = None, method: str = "GET", origin: str = ""
+) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{server.port}", "Connection": "close"})
+    headers = {"Host": host or f"127.0.0.1:{server.port}", "Connection": "close"}
+    connection.request(method, path, headers={**headers, "Origin": origin} if origin else headers)
     response = connection.getresponse()
     answer = response.status, dict(response.getheaders()), response.read()
     connection.close()
@@ -109,11 +112,14 @@ def test_the_public_ui_gets_the_trace_and_nothing_else(tmp_path: Path, monkeypat
     thread = threading.Thread(target=running.serve, args=(lambda: running.requests > 0,))
     thread.start()
     page = ask(running, "/")
+    allowed = ask(running, "/trace/t.pftrace", method="OPTIONS", origin="https://ui.perfetto.dev")
+    refused = ask(running, "/trace/t.pftrace", method="OPTIONS", origin="https://evil.example")
     _, headers, body = ask(running, "/trace/t.pftrace")
     thread.join()
     running.close()
 
-    assert page[0] == 404
+    assert (page[0], allowed[0], refused[0]) == (404, 204, 403)
+    assert allowed[1]["Access-Control-Allow-Private-Network"] == "true"
     assert headers["Access-Control-Allow-Origin"] == "https://ui.perfetto.dev"
     assert body == b"x"
     assert running.url.startswith("https://ui.perfetto.dev/#!/?url=http%3A%2F%2F127.0.0.1")

@@ -22,6 +22,7 @@ from scaletrace.parse.syncs import EXPLAINED, SyncEdges
 
 COARSE_CLOCK_NS = 25_000
 """How far a device clock may be off its host's where it had to be corrected, or where times are whole microseconds."""
+UNRESOLVED = "recorded stream waits whose event is not in the trace (the graph is a lower bound)"
 NEAR_MINIMUM_NS = 25_000
 IN_GRAPH_GAP_NS = 3_000
 GRAPH_LATENCY_NS = 50_000
@@ -207,14 +208,16 @@ def recorded_waits(
         text = events.text("cuda_sync_kind", row) or events.name_of(row)
         i = by_corr.get(int(events.correlation[row]), -1)
         if text == "Stream Wait Event":
-            at = by_corr.get(int(record[row]), -1)
-            if i < 0 or at < 0 or int(wait_on[row]) not in dense:
-                health.unmatched[
-                    "recorded stream waits whose event is not in the trace (the graph is a lower bound)"
-                ] += 1
+            on, at = int(wait_on[row]), by_corr.get(int(record[row]), -1)
+            if i < 0 or on < 0:
+                health.unmatched[UNRESOLVED] += 1
                 continue
             waiting[i] = dense.get(int(about[row]), -1)
-            src[i] = _last_before(kernels, dense[int(wait_on[row])], at)
+            if on in dense and at >= 0:
+                src[i] = _last_before(kernels, dense[on], at)
+            elif on in dense:
+                src[i] = _last_before(kernels, dense[on], i)
+                health.guessed["stream waits without their event record: last work of the awaited stream taken"] += 1
         elif text == "Stream Sync" and i >= 0:
             synced[i] = dense.get(int(about[row]), -1)
     return src, waiting, synced

@@ -448,8 +448,10 @@ class _Expander:
 
     def optimizer(self) -> Iterator[Item]:
         layout, model = self.d.layout, self.d.model
-        for stream in (REDUCE, REPLICATE):
-            yield PlannedWait(stream)
+        if self.sharded:
+            yield PlannedWait(REDUCE)
+        if layout.dp > 1:
+            yield PlannedWait(REPLICATE)
         if layout.ranks > 1:
             world = GroupShape(layout.ranks, self.d.device.gpus_per_node)
             yield PlannedCollective(

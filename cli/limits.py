@@ -1,0 +1,163 @@
+"""Turns a device and a fabric into the data-movement limits of frontier training, as a table or a document."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.errors import UsageError
+
+if TYPE_CHECKING:
+    from scaletrace.extrapolate.limits import Limits, Machine, Training
+
+_NO_HEALTH: dict[str, Any] = {"repaired": {}, "clipped": {}, "dropped": {}, "guessed": {}, "unmatched": {}, "notes": []}
+
+
+def limits(
+    cluster: Annotated[
+        str, typer.Option(help="A cluster of the catalog or a YAML file; its device and domain count.")
+    ] = "dgx_h100",
+    days: Annotated[float, typer.Option(help="Length of the training run.")] = 91.3125,
+    latency_us: Annotated[float, typer.Option(help="Latency of one collective, in µs.")] = 2.7,
+    launch_us: Annotated[float, typer.Option(help="What a serial step costs besides (for the wall), in µs.")] = 5.8,
+    network: Annotated[float, typer.Option(help="Factor on the bandwidth beyond the domain.")] = 1.0,
+    memory: Annotated[float, typer.Option(help="Factor on the memory bandwidth.")] = 1.0,
+    domain: Annotated[int | None, typer.Option(help="GPUs in one NVLink domain (0: one flat fabric).")] = None,
+    utilization: Annotated[float, typer.Option(help="Share of peak that kernels reach.")] = 0.70,
+    bits: Annotated[int, typer.Option(help="Bits of a number.")] = 16,
+    batch_exponent: Annotated[float, typer.Option(help="Growth of the batch with training FLOP.")] = 1 / 6,
+    depth_exponent: Annotated[float, typer.Option(help="Growth of the depth with training FLOP.")] = 1 / 6,
+    wider: Annotated[float, typer.Option(help="Factor on the width at the same parameters.")] = 1.0,
+    sparsity: Annotated[float, typer.Option(help="Total over active parameters (1: dense).")] = 1.0,
+    flop: Annotated[str, typer.Option(help="Training FLOP to evaluate, such as 1e26,2e28; default 1e24 to 1e32.")] = "",
+    what_if: Annotated[bool, typer.Option("--what-if", help="Also answer the usual what-ifs.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code tells.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
+) -> None:
+    """Say up to which training FLOP a device scales linearly, and where latency builds a wall.
+
+    Example: scaletrace limits --cluster dgx_h100 --network 2 --what-if
+    """
+    with exit_codes(debug):
+        from scaletrace.extrapolate.cluster import Cluster
+        from scaletrace.extrapolate.limits import Training, limits, machine_of, what_ifs
+
+        machine = machine_of(Cluster.load(cluster))
+        machine = replace(
+            machine,
+            latency_s=_at_least(latency_us, 0, "--latency-us") / 1e6,
+            launch_s=_at_least(launch_us, 0, "--launch-us") / 1e6,
+            beyond_Bps=machine.beyond_Bps * _positive(network, "--network"),
+            dram_Bps=machine.dram_Bps * _positive(memory, "--memory"),
+            domain=machine.domain if domain is None else int(_at_least(domain, 0, "--domain")),
+        )
+        training = Training(
+            run_s=86400 * days,
+            utilization=utilization,
+            word_bytes=_positive(bits, "--bits") / 8,
+            batch_exponent=batch_exponent,
+            depth_exponent=depth_exponent,
+            width_over_depth=wider,
+            sparsity=sparsity,
+        )
+        answer = _answer(limits(machine, training, _flops(flop)))
+        if what_if:
+            answer["what_if"] = _what_ifs(what_ifs(machine, training))
+        if json_:
+            print_json(document("scaletrace.limits/1", cluster, _NO_HEALTH, **answer))
+        elif not quiet:
+            _show(answer)
+
+
+def _flops(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise UsageError(f"--flop {text!r}: write numbers such as 1e26,2e28") from error
+
+
+def _positive(value: float, option: str) -> float:
+    if not 0 < value < math.inf:
+        raise UsageError(f"{option} {value} must be a positive number")
+    return value
+
+
+def _at_least(value: float, least: float, option: str) -> float:
+    if not least <= value < math.inf:
+        raise UsageError(f"{option} {value} must be at least {least:g}")
+    return value
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: null says that there is no such limit."""
+    return value if math.isfinite(value) else None
+
+
+def _answer(found: Limits) -> dict[str, Any]:
+    return {
+        "device": found.machine.name,
+        "linear_until_flop": _finite(found.linear_until_flop),
+        "wall_flop": _finite(found.wall_flop),
+        "curve": [
+            {
+                "flop": point.flop,
+                "utilization": point.utilization,
+                "layout": {
+                    "pp": point.degrees.pp,
+                    "dp": point.degrees.dp,
+                    "tp_hidden": point.degrees.tp_hidden,
+                    "tp_residual": point.degrees.tp_residual,
+                    "microbatches": point.degrees.micro_batches,
+                    "devices": point.degrees.devices,
+                },
+            }
+            for point in found.curve
+        ],
+    }
+
+
+def _what_ifs(cases: dict[str, tuple[Machine, Training]]) -> list[dict[str, Any]]:
+    from scaletrace.extrapolate.limits import linear_until_flop, wall_flop
+
+    return [
+        {
+            "case": name,
+            "linear_until_flop": _finite(linear_until_flop(machine, training)),
+            "wall_flop": _finite(wall_flop(machine, training)),
+        }
+        for name, (machine, training) in cases.items()
+    ]
+
+
+def _show(answer: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("training FLOP", "utilization", "devices", "pp", "dp", "tp hidden × residual", "micro batches")
+    for point in answer["curve"]:
+        cut = point["layout"]
+        table.add_row(
+            f"{point['flop']:.1e}",
+            f"{point['utilization']:.1%}" if point["utilization"] else "not in time",
+            f"{cut['devices']:.2g}",
+            f"{cut['pp']:.1f}",
+            f"{cut['dp']:.0f}",
+            f"{cut['tp_hidden']:.1f} × {cut['tp_residual']:.1f}",
+            f"{cut['microbatches']:.0f}",
+        )
+    out.print(table)
+    out.print(
+        f"{answer['device']}: linear until {_flop(answer['linear_until_flop'])}, wall at {_flop(answer['wall_flop'])}"
+    )
+    for case in answer.get("what_if", ()):
+        out.print(
+            f"  {case['case']}: linear until {_flop(case['linear_until_flop'])}, wall at {_flop(case['wall_flop'])}"
+        )
+
+
+def _flop(value: float | None) -> str:
+    return "no end below 1e36" if value is None else f"{value:.1e} FLOP"

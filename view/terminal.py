@@ -6,7 +6,7 @@ lacks is left out, a value that is None prints as a dash. Names go through `clea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -267,31 +267,46 @@ def curve_headline(doc: Document) -> str:
     return "; ".join(parts).capitalize().replace("gpus", "GPUs") + "." if parts else "No point could be computed."
 
 
+_CURVE_COLUMNS: tuple[tuple[str, Callable[[Document], str], bool], ...] = (
+    ("GPUs", lambda p: units.number(p.get("gpus")), True),
+    ("step", lambda p: units.seconds(_p50(p.get("step_time_s"))), True),
+    ("band", lambda p: _band(p.get("step_time_s")), True),
+    ("tok/s/GPU", lambda p: units.number(_p50(p.get("tokens_per_s_per_gpu"))), True),
+    ("MFU", lambda p: units.percent(_p50(p.get("mfu"))), True),
+    ("exposed", lambda p: units.percent(_p50(p.get("exposed_comm_fraction"))), True),
+    ("memory", lambda p: units.size(_p50(p.get("memory_bytes"))), True),
+    ("dominant", lambda p: units.shorten(p.get("dominant") or units.MISSING, 18), False),
+    ("provenance", lambda p: units.shorten(provenance_text(p.get("provenance")), 14), False),
+)
+"""Heading, text of a point, and whether it is a number."""
+
+
+def points_table(points: Sequence[Document]) -> Table:
+    """A row a point; columns without a single value are left out, layouts shown where a size has several."""
+    layouts = [layout_text(p.get("layout")) for p in points]
+    sizes = [p.get("gpus") for p in points]
+    columns = list(_CURVE_COLUMNS)
+    if len(set(zip(sizes, layouts, strict=True))) > len(set(sizes)):
+        columns.append(("layout", lambda p: units.shorten(layout_text(p.get("layout")), 24), False))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    kept = []
+    for name, text, is_number in columns:
+        cells = [text(point) for point in points]
+        if any(cell != units.MISSING for cell in cells):
+            table.add_column(name, justify="right" if is_number else "left", no_wrap=True, overflow="ellipsis")
+            kept.append(cells)
+    for row in zip(*kept, strict=True):
+        _row(table, *row)
+    return table
+
+
 def curve_table(doc: Document) -> RenderableType:
     """The scaling curve of `scaletrace extrapolate`: a row a point, then one line of plot."""
     points = doc.get("points") or ()
-    with_layout = len({(p.get("gpus"), layout_text(p.get("layout"))) for p in points}) > len(
-        {p.get("gpus") for p in points}
-    )
-    names = ["GPUs", "step", "band", "tok/s/GPU", "MFU", "exposed", "dominant", "provenance"]
-    table = _table(*(names + ["layout"] * with_layout), text_columns=0)
-    for column in table.columns[6:]:
-        column.justify, column.overflow = "left", "ellipsis"
-    for point in points:
-        cells = [
-            units.number(point.get("gpus")),
-            units.seconds(_p50(point.get("step_time_s"))),
-            _band(point.get("step_time_s")),
-            units.number(_p50(point.get("tokens_per_s_per_gpu"))),
-            units.percent(_p50(point.get("mfu"))),
-            units.percent(_p50(point.get("exposed_comm_fraction"))),
-            units.shorten(point.get("dominant") or units.MISSING, 14),
-            units.shorten(provenance_text(point.get("provenance")), 14),
-        ]
-        _row(table, *cells, *([units.shorten(layout_text(point.get("layout")), 24)] * with_layout))
     steps = [_p50(p.get("step_time_s")) for p in points]
     known = [s for s in steps if s is not None]
-    lines: list[RenderableType] = [Text(curve_headline(doc), style="bold"), _titled("Scaling curve", table)]
+    table = _titled("Scaling curve", points_table(points))
+    lines: list[RenderableType] = [Text(curve_headline(doc), style="bold"), table]
     if known:
         span = f"{units.seconds(min(known))} to {units.seconds(max(known))}"
         lines.append(Text(f"step time  {sparkline(steps)}  {span}"))

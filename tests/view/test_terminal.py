@@ -150,3 +150,14 @@ def test_layouts_are_a_column_only_where_a_size_has_several() -> None:
 
     assert "fsdp=8" in printed(terminal.curve_table({"points": points}))
     assert "layout" not in printed(terminal.curve_table({"points": points[:1]}))
+
+
+def test_columns_without_a_value_are_left_out() -> None:
+    """A curve without tokens or memory spends no room on them; one value is enough to show the column."""
+    points: list[dict[str, Any]] = [{"gpus": 8, "step_time_s": 0.1}, {"gpus": 16, "step_time_s": 0.1}]
+    without = printed(terminal.points_table(points))
+    points[1]["memory_bytes"] = 2**30
+    text = printed(terminal.points_table(points))
+
+    assert "memory" not in without
+    assert "memory" in text and "1 GiB" in text and "–" in text

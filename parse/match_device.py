@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, Events, In
 from scaletrace.parse.groups import Groups, restore_members
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, RankTrace
-from scaletrace.parse.kernels import classify, default_rules
+from scaletrace.parse.kernels import default_rules
 from scaletrace.parse.links import launch_of
 from scaletrace.parse.members import (
     KIND,
@@ -126,6 +127,13 @@ def _fold(rank: int, columns: dict[str, IntArray], kernel: IntArray) -> Members:
     return Members.of(rank, {name: column[keep] for name, column in columns.items()})
 
 
+@lru_cache(maxsize=65_536)
+def _class_of(name: str) -> str:
+    """Class of a kernel name; the ranks of a job share their names, and rules are many."""
+    rules = default_rules()
+    return rules.labels[rules.code(name)]
+
+
 def _base_name(name: str) -> str:
     return name.split("(")[0].strip()
 
@@ -135,11 +143,10 @@ def communication_kernels(events: Events, patterns: Sequence[str] = ()) -> tuple
 
     A kernel counts through its metadata, its class (kernels.yaml) or a pattern; those without a usable time are left out.
     """
-    rules = default_rules()
     mine = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
     is_kernel = events.in_cats(*KERNEL_CATS) & (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN)
     names = np.unique(events.name[is_kernel])
-    classes = [rules.labels[code] for code in classify([events.strings[n] for n in names.tolist()], rules).tolist()]
+    classes = [_class_of(events.strings[n]) for n in names.tolist()]
     by_library = [n for n, label in zip(names.tolist(), classes, strict=True) if label == LIBRARY]
     by_pattern = [
         n

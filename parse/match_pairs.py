@@ -86,10 +86,8 @@ def _directions(table: Table, rows: list[int]) -> Iterator[tuple[int, int]]:
         if {int(table.kind[row]) for row in rows} == P2P:
             yield (rows[0], rows[1]) if kind == KIND["send"] else (rows[1], rows[0])
         return
-    root = next((row for row in rows if table.rank[row] == table.root[row]), None)
-    for row in rows if root is not None else []:
-        if row != root:
-            yield (root, row) if kind in _FROM_ROOT else (row, root)
+    for root in [row for row in rows if table.rank[row] == table.root[row]]:
+        yield from ((root, row) if kind in _FROM_ROOT else (row, root) for row in rows if row != root)
 
 
 def _same_counts(a: IntArray, b: IntArray) -> bool:

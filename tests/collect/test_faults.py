@@ -28,7 +28,27 @@ IN_PROCESS = [
     if name not in NEEDS_PYTHONPATH
 ]
 RECORDED = frozenset(
-    ["none", "error", "exit", "sigint", "ends_in_window", "two_optimizers", "loader_fork", "loader_spawn", "forked_child", "own_handlers", "compiled_step", "scaler", "closure", "accumulation_and_schedule", "strict_warnings", "closed_streams", "lingering_thread", "cleaned_meta_path", "changed_directory"]
+    [
+        "none",
+        "error",
+        "exit",
+        "sigint",
+        "ends_in_window",
+        "two_optimizers",
+        "loader_fork",
+        "loader_spawn",
+        "forked_child",
+        "own_handlers",
+        "compiled_step",
+        "scaler",
+        "closure",
+        "accumulation_and_schedule",
+        "strict_warnings",
+        "closed_streams",
+        "lingering_thread",
+        "cleaned_meta_path",
+        "changed_directory",
+    ]
 )
 """The faults that leave a capture; the others leave none."""
 

@@ -190,7 +190,7 @@ def _messages(graph: Graph) -> BoolArray:
     """Nodes of sends and receives, and the host calls that issue them."""
     kinds = np.array([item.kind in MESSAGES for item in graph.collectives] + [False], np.bool_)
     calls = np.array([bool(_MESSAGE_CALL.search(name)) for name in graph.names] + [False], np.bool_)
-    return kinds[graph.instance] | (calls[graph.name] & (graph.kind == int(NodeKind.HOST)))
+    return np.asarray(kinds[graph.instance] | (calls[graph.name] & (graph.kind == int(NodeKind.HOST))), np.bool_)
 
 
 def forward_ops(trace: RankTrace, sections: Sections) -> IntArray:
@@ -198,7 +198,8 @@ def forward_ops(trace: RankTrace, sections: Sections) -> IntArray:
     events = trace.events
     rows = np.flatnonzero(events.in_cats("cpu_op") & (events.texts("Input Dims") >= 0))
     at = sections.at(events.ts_ns[rows])
-    return rows[(at >= 0) & (sections.phase[np.maximum(at, 0)] == int(Phase.FORWARD))]
+    forward = (at >= 0) & (sections.phase[np.maximum(at, 0)] == int(Phase.FORWARD))
+    return np.asarray(rows[forward], np.int64)
 
 
 def _parameters(trace: RankTrace, sections: Sections, count: int, shift: Int32Array) -> np.typing.NDArray[np.float64]:

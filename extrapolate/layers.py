@@ -14,7 +14,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from scaletrace.parse.events import BoolArray, ByteArray, Events, Int32Array, IntArray
+from scaletrace.extrapolate.operators import Operators, outermost
+from scaletrace.parse.events import ByteArray, Events, Int32Array, IntArray
 from scaletrace.parse.job import RankTrace, Step
 
 MAX_PERIOD = 4096
@@ -23,7 +24,6 @@ MAX_PERIOD = 4096
 _FSDP = re.compile(r"^FSDP::(pre_forward|post_forward|root_pre_forward)(?: \((.*)\))?$")
 _ACTION = re.compile(r"^PP:(\d+)([FBIW])(\d+)$")
 _CHUNK = re.compile(r"^(Forward|Backward) (\d+)$")
-_BACKWARD_OP = "autograd::engine::evaluate_function"
 _INDEX = re.compile(r"(?:^|[._])\d+(?=$|[._])")
 
 
@@ -108,81 +108,6 @@ def find_repeats(tokens: Int32Array, max_period: int = MAX_PERIOD) -> Repeats:
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Ops:
-    """Outermost operators of the training threads in order of time (k rows).
-
-    token    int32: equal for operators of the same name and dimensions
-    backward bool: an autograd node; partner int32: of a node its forward operator, of an operator its node, -1 none
-    block    int32: of a backward node, which backward pass it belongs to: each runs by falling sequence numbers
-    """
-
-    start_ns: IntArray
-    token: Int32Array
-    backward: BoolArray
-    partner: Int32Array
-    block: Int32Array
-
-
-def _outermost(events: Events, step: Step) -> _Ops:
-    inside = events.in_cats("cpu_op") & (events.ts_ns >= step.start_ns) & (events.ts_ns < step.end_ns)
-    rows = np.flatnonzero(inside)
-    order = np.lexsort((-events.dur_ns[rows], events.ts_ns[rows], events.lane[rows]))
-    rows = rows[order]
-    end = events.end_ns[rows]
-    lane = events.lane[rows]
-    # A running maximum of ends within each lane: an operator that starts before it is nested.
-    reach = np.full(len(rows), np.iinfo(np.int64).min)
-    for code in np.unique(lane):
-        mine = np.flatnonzero(lane == code)
-        reach[mine[1:]] = np.maximum.accumulate(end[mine])[:-1]
-    rows = rows[events.ts_ns[rows] >= reach]
-    rows = rows[np.argsort(events.ts_ns[rows], kind="stable")]
-    backward = np.array([text.startswith(_BACKWARD_OP) for text in events.strings], np.bool_)[events.name[rows]]
-    gathers = np.array(["AccumulateGrad" in text for text in events.strings], np.bool_)[events.name[rows]]
-    pairs = np.stack([events.name[rows], events.texts("Input Dims")[rows]], axis=1)
-    _, token = np.unique(pairs, axis=0, return_inverse=True)
-    sequence = np.where(gathers, -1, _sequences(events, rows))
-    partner = _partners(backward, sequence)
-    passes = np.flatnonzero(backward & (partner >= 0))
-    block = np.full(len(rows), -1, np.int32)
-    block[passes] = np.concatenate([[0], np.cumsum(np.diff(sequence[passes]) > 0)])[: len(passes)]
-    return _Ops(events.ts_ns[rows], token.reshape(-1).astype(np.int32), backward, partner, block)
-
-
-def _partners(backward: BoolArray, sequence: IntArray) -> Int32Array:
-    """Match autograd nodes with the last operator before them that carries their sequence number, both ways."""
-    out = np.full(len(sequence), -1, np.int32)
-    forward = np.flatnonzero(~backward & (sequence >= 0))
-    nodes = np.flatnonzero(backward & (sequence >= 0))
-    if len(forward) and len(nodes):
-        order = forward[np.argsort(sequence[forward], kind="stable")]
-        at = np.searchsorted(sequence[order], sequence[nodes], side="right") - 1
-        hit = (at >= 0) & (sequence[order[np.maximum(at, 0)]] == sequence[nodes])
-        out[nodes[hit]] = order[at[hit]]
-        out[order[at[hit]]] = nodes[hit]
-    return out
-
-
-def _sequences(events: Events, rows: IntArray) -> IntArray:
-    """Autograd sequence number of each outermost operator, taken from the first nested one where it has none itself."""
-    number = events.ints("Sequence number")
-    out = number[rows].copy()
-    known = np.flatnonzero(number >= 0)
-    known = known[np.lexsort((events.ts_ns[known], events.lane[known]))]
-    for code in np.unique(events.lane[rows]):
-        mine = np.flatnonzero((events.lane[rows] == code) & (out < 0))
-        inner = known[events.lane[known] == code]
-        if not len(mine) or not len(inner):
-            continue
-        at = np.searchsorted(events.ts_ns[inner], events.ts_ns[rows[mine]])
-        hit = at < len(inner)
-        found = inner[np.minimum(at, len(inner) - 1)]
-        hit &= events.ts_ns[found] < events.end_ns[rows[mine]]
-        out[mine[hit]] = number[found[hit]]
-    return out
-
-
 def _annotations(events: Events, step: Step) -> list[tuple[int, int, str]]:
     """(start, end, name) of the annotations of a step, in order of time."""
     rows = np.flatnonzero(
@@ -195,7 +120,7 @@ def find_sections(trace: RankTrace) -> Sections:
     """Sections of every step of one rank."""
     per_step = []
     for step in trace.steps:
-        ops, notes = _outermost(trace.events, step), _annotations(trace.events, step)
+        ops, notes = outermost(trace.events, step), _annotations(trace.events, step)
         per_step.append((step, ops, notes))
     names, layer_flags, rule, plans = _units(per_step)
     marks = _Marks()
@@ -224,11 +149,14 @@ class _Plan:
 
 
 def _units(
-    per_step: list[tuple[Step, _Ops, list[tuple[int, int, str]]]],
+    per_step: list[tuple[Step, Operators, list[tuple[int, int, str]]]],
 ) -> tuple[tuple[str, ...], tuple[bool, ...], str, list[_Plan]]:
     """Names of the units, which are layers, the evidence, and the plan of every step."""
     modules = _modules(per_step)
-    plans, names, flags, rule = [], ("model",), (False,), "nothing repeats"
+    plans: list[_Plan] = []
+    names: tuple[str, ...] = ("model",)
+    flags: tuple[bool, ...] = (False,)
+    rule = "nothing repeats"
     for _, ops, notes in per_step:
         batch = _micro_batch(ops, notes)
         if modules:
@@ -246,7 +174,7 @@ def _units(
     return names, flags, rule, plans
 
 
-def _modules(per_step: list[tuple[Step, _Ops, list[tuple[int, int, str]]]]) -> list[str]:
+def _modules(per_step: list[tuple[Step, Operators, list[tuple[int, int, str]]]]) -> list[str]:
     """Modules that FSDP names, in the order of their first forward; the root ("") is not one."""
     seen: dict[str, None] = {}
     for _, _, notes in per_step:
@@ -263,7 +191,7 @@ def _layer_flags(modules: list[str]) -> tuple[bool, ...]:
     return tuple(stems[_INDEX.sub("#", name)] > 1 for name in modules)
 
 
-def _micro_batch(ops: _Ops, notes: list[tuple[int, int, str]]) -> Int32Array:
+def _micro_batch(ops: Operators, notes: list[tuple[int, int, str]]) -> Int32Array:
     """Micro batch of each forward operator that has a backward node: by annotation, else by the pass that it is in."""
     out = np.full(len(ops.start_ns), -1, np.int32)
     forward = np.flatnonzero(~ops.backward & (ops.partner >= 0))
@@ -284,7 +212,7 @@ def _micro_batch(ops: _Ops, notes: list[tuple[int, int, str]]) -> Int32Array:
     return out
 
 
-def _by_module(ops: _Ops, notes: list[tuple[int, int, str]], modules: list[str]) -> Int32Array:
+def _by_module(ops: Operators, notes: list[tuple[int, int, str]], modules: list[str]) -> Int32Array:
     """Unit of each operator from the FSDP annotations around it: 0 before the first module, len + 1 after the last."""
     marks = []
     for start, end, name in notes:
@@ -304,7 +232,7 @@ def _by_module(ops: _Ops, notes: list[tuple[int, int, str]], modules: list[str])
     return np.where(at >= 0, numbers[np.maximum(at, 0)], 0).astype(np.int32)
 
 
-def _by_repetition(ops: _Ops, batch: Int32Array) -> tuple[Int32Array, int]:
+def _by_repetition(ops: Operators, batch: Int32Array) -> tuple[Int32Array, int]:
     """(unit of each forward operator, layers) from what repeats inside the first micro batch; 0 layers = nothing."""
     unit = np.full(len(batch), -1, np.int32)
     forward = np.flatnonzero(~ops.backward & (ops.partner >= 0))
@@ -322,7 +250,7 @@ def _by_repetition(ops: _Ops, batch: Int32Array) -> tuple[Int32Array, int]:
     return unit, inner.count
 
 
-def _filled(ops: _Ops, unit: Int32Array, batch: Int32Array) -> _Plan:
+def _filled(ops: Operators, unit: Int32Array, batch: Int32Array) -> _Plan:
     """Backward nodes get the unit and micro batch of their operator, everything between that of its neighbour before."""
     paired = ops.partner >= 0
     nodes = np.flatnonzero(ops.backward & paired)
@@ -343,7 +271,7 @@ def _filled(ops: _Ops, unit: Int32Array, batch: Int32Array) -> _Plan:
     return _Plan(phase[use], unit[use], batch[use])
 
 
-def _mark_step(marks: _Marks, step: Step, ops: _Ops, notes: list[tuple[int, int, str]], plan: _Plan) -> None:
+def _mark_step(marks: _Marks, step: Step, ops: Operators, notes: list[tuple[int, int, str]], plan: _Plan) -> None:
     """One section wherever phase, unit or micro batch change; the optimizer's annotation ends the last of them."""
     number = step.number
     marks.add(step.start_ns, Phase.OTHER, -1, -1, number)

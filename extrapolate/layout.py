@@ -220,8 +220,7 @@ def measured_layout(graph: Graph, ranks: int) -> Layout:
     missing = ranks // known.ranks if known.ranks and ranks % known.ranks == 0 else 1
     if missing == 1:
         return known
-    axis = "fsdp" if "fsdp" in degrees and "dp" not in degrees else "dp"
-    return replace(known, **{"dp" if axis == "fsdp" else axis: known.dp * missing})
+    return replace(known, dp=known.dp * missing)
 
 
 def scaled(layout: Layout, ranks: int, asked: Layout | None = None) -> Layout:
@@ -240,7 +239,7 @@ def scaled(layout: Layout, ranks: int, asked: Layout | None = None) -> Layout:
     others = layout.ranks // getattr(layout, axis)
     if ranks % others:
         raise UsageError(f"{ranks} ranks can't hold layout {layout}: they must be a multiple of {others}")
-    return replace(layout, **{axis: ranks // others})
+    return replace(layout, fsdp=ranks // others) if axis == "fsdp" else replace(layout, dp=ranks // others)
 
 
 def degrees(layout: Layout) -> Mapping[str, int]:

@@ -56,7 +56,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, name) for name in self.__slots__)
+        return float(sum(getattr(self, name) for name in self.__slots__))
 
 
 def alive(program: Program) -> tuple[int, ...]:
@@ -119,9 +119,10 @@ def rank_memory(
         program = build(layout.pipeline_schedule, layout.pp, layout.microbatches, layout.chunks)
     held = alive(program)[rank] if program else 1
     parameters = rank_parameters(model, layout, rank)
-    sharded = layout.fsdp > 1 or layout.zero == 3
+    sharded = (layout.fsdp > 1 or layout.zero == 3) and layout.pp == 1
+    # In a pipeline FSDP keeps weights gathered and gradients whole until the last micro batch of the step.
     of_weights = layout.shards if sharded else 1
-    of_gradients = layout.shards if sharded or layout.zero >= 2 else 1
+    of_gradients = layout.shards if sharded or (layout.zero >= 2 and layout.pp == 1) else 1
     tokens = layout.mbs * layout.seq / layout.cp
     layer = layer_activation_bytes(model, layout, tokens, layout.seq, states.activation)
     layers = model.layers / layout.stages

@@ -210,7 +210,7 @@ def _pieces(graph: Graph, anatomy: Anatomy) -> tuple[dict[Key, int], Int32Array]
     keys = np.stack([graph.rank, graph.step, phase, unit, batch], axis=1)[inside]
     distinct, code = np.unique(keys, axis=0, return_inverse=True)
     out[inside] = code.reshape(-1)
-    return {tuple(key): number for number, key in enumerate(distinct.tolist())}, out  # type: ignore[misc]
+    return {tuple(key): number for number, key in enumerate(distinct.tolist())}, out
 
 
 def _after_backward(graph: Graph, anatomy: Anatomy) -> BoolArray:
@@ -312,7 +312,9 @@ def _split_backwards(loom: Loom, plans: Sequence[Sequence[_Run]], starts: IntArr
     at = np.flatnonzero(compute & held[loom.copy])
     main = loom.columns["lane"][np.maximum(loom.first, 0)]
     on_main = at[loom.columns["lane"][at] == main[loom.copy[at]]]
-    rest = np.bincount(loom.copy[on_main], weights=loom.exact_ns[on_main] * (1 - INPUT_SHARE), minlength=len(held))
+    rest = np.bincount(
+        loom.copy[on_main], weights=loom.exact_ns[on_main] * (1 - INPUT_SHARE), minlength=len(held)
+    ).astype(np.float64)
     loom.exact_ns[at] *= INPUT_SHARE
     health.guessed["backward passes split evenly into input and weight parts"] += len(split)
     for new, runs in enumerate(plans):

@@ -331,13 +331,33 @@ def message_of(program: Program, action: Action) -> tuple[Action, Action, int] |
     return Action(action.stage, send, action.micro_batch), Action(peer_stage, receive, action.micro_batch), there
 
 
-def bubble_units(schedule: str, ranks: int, chunks: int = 1) -> float:
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules that fill the bubble with weight gradients."""
+
+
+def bubble_units(schedule: str, ranks: int) -> float:
     """Idle time of the step in units of one chunk's forward plus backward, on equal stages and free messages.
 
-    Closed form (ranks - 1) for GPipe, 1F1B, LoopedBFS and Interleaved1F1B (micro batches a multiple of `ranks`), with
-    chunk times 1/chunks of the rank's. Raises UsageError for schedules whose bubble depends on the split of backward.
+    (ranks - 1) for GPipe, 1F1B, LoopedBFS and Interleaved1F1B (micro batches a multiple of `ranks` there). Schedules of
+    ZERO_BUBBLE idle (ranks - 1) forwards, a third of that, if forward, input and weight gradients take the same time
+    and there are at least 2 · ranks micro batches.
+    """
+    return (ranks - 1) / (3.0 if canonical(schedule) in ZERO_BUBBLE else 1.0)
+
+
+def message_delays(schedule: str, ranks: int, chunks: int, micro_batches: int) -> float:
+    """How many messages in a row delay the step on equal stages, when each hides beside compute where it can.
+
+    1F1B holds so few micro batches that its steady state waits for messages too; the others pay the fill and drain.
     """
     name = canonical(schedule)
-    if name not in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"):
-        raise UsageError(f"{name} has no bubble in closed form that holds for all sizes; replay its graph")
-    return float(ranks - 1)
+    if ranks == 1:
+        return 0.0
+    fill = 2.0 * (ranks * chunks - 1)
+    if name == "1F1B":
+        return max(fill, 2 * (ranks - 1) * micro_batches / ranks + 2 * (ranks - 2))
+    if name == "GPipe":
+        return 2.0 * (ranks - 1)
+    if name == "InterleavedZeroBubble" and chunks == 1:
+        return 4.0 * (ranks - 1)
+    return fill

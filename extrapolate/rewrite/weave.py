@@ -288,7 +288,8 @@ def _columns(source: _Source, table: IntArray, copy: IntArray, origin: IntArray)
     columns["rank"] = table[copy, 1].astype(np.int32)
     pairs = np.stack([columns["rank"].astype(np.int64), source.role[graph.lane[origin]]], axis=1)
     distinct, code = np.unique(pairs, axis=0, return_inverse=True)
-    lanes, of_code = [], np.full(len(distinct), -1, np.int32)
+    lanes: list[GraphLane] = []
+    of_code = np.full(len(distinct), -1, np.int32)
     for i, (rank, role) in enumerate(distinct.tolist()):
         if role >= 0:
             of_code[i] = len(lanes)
@@ -328,7 +329,7 @@ def _main_chains(source: _Source) -> BoolArray:
         for rank, chains in busy.groupby(level="rank"):
             for other in frame.loc[frame["rank"] == rank, "chain"].unique().tolist():
                 out[other] = False
-            out[chains.idxmax()[1]] = True
+            out[int(chains.index.get_level_values("chain")[int(np.argmax(chains.to_numpy()))])] = True
     return out
 
 
@@ -365,7 +366,7 @@ def _ordered(source: _Source) -> BoolArray:
     graph = source.graph
     chain = source.chain
     same = (chain[graph.pred] == chain[source.dst]) & (chain[source.dst] >= 0)
-    return same & np.isin(graph.edge_kind, ORDERED)
+    return np.asarray(same & np.isin(graph.edge_kind, ORDERED), np.bool_)
 
 
 def _entries(source: _Source, known: IntArray | None) -> IntArray:

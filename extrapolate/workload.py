@@ -1,0 +1,269 @@
+"""Turns a model and, where there is one, a measured job into the time of its parts at any micro batch, length and split.
+
+A measured part is stretched by the ratio of its shapes' models (kernels.py); without a trace the model alone is the
+prior, and says so. A part is one layer's forward, or the head's; backward is measured or twice the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from scaletrace.errors import InputError
+from scaletrace.extrapolate.anatomy import Anatomy, forward_ops
+from scaletrace.extrapolate.cluster import Device
+from scaletrace.extrapolate.described.models import Model
+from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, ceilings_seen, seconds, shape_of
+from scaletrace.extrapolate.layers import Phase, find_sections
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.parse.build import Built
+from scaletrace.parse.graph import NodeKind
+from scaletrace.parse.health import Health
+
+BACKWARD_OVER_FORWARD = 2.0
+ADAM_BYTES = 28.0
+"""Read and written a parameter by Adam with an fp32 master: weights, two moments, gradient (scaling-findings)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """What one rank measured: seconds of one layer and of embedding and head together, per micro batch.
+
+    layout gives the micro batch, the length and the tensor degree at which that was
+    """
+
+    layout: Layout
+    layer_forward_s: float
+    layer_backward_s: float
+    ends_forward_s: float
+    ends_backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model on a device, anchored in a measurement if there is one.
+
+    element_bytes  of activations and weights in compute; `provenance` is "measured" or "modelled"
+    """
+
+    model: Model
+    ceilings: Ceilings
+    anchor: Anchor | None = None
+    element_bytes: float = 2.0
+    health: Health = field(default_factory=Health)
+
+    @property
+    def provenance(self) -> str:
+        return "measured and stretched" if self.anchor else "modelled"
+
+    def layer_s(self, layout: Layout) -> tuple[float, float]:
+        """(forward, backward) seconds of one layer for one micro batch on one rank."""
+        model_s = _layer_model_s(self.model, self.ceilings, self.element_bytes, _key(layout))
+        if self.anchor is None:
+            return model_s, BACKWARD_OVER_FORWARD * model_s
+        there = _layer_model_s(self.model, self.ceilings, self.element_bytes, _key(self.anchor.layout))
+        ratio = model_s / there
+        return self.anchor.layer_forward_s * ratio, self.anchor.layer_backward_s * ratio
+
+    def ends_s(self, layout: Layout) -> tuple[float, float]:
+        """(forward, backward) seconds of head and loss for one micro batch, on the last stage."""
+        model_s = _head_model_s(self.model, self.ceilings, self.element_bytes, _key(layout))
+        if self.anchor is None or self.anchor.ends_forward_s <= 0:
+            return model_s, BACKWARD_OVER_FORWARD * model_s
+        there = _head_model_s(self.model, self.ceilings, self.element_bytes, _key(self.anchor.layout))
+        ratio = model_s / there
+        return self.anchor.ends_forward_s * ratio, self.anchor.ends_backward_s * ratio
+
+    def optimizer_s(self, parameters: float) -> float:
+        """Adam over this many parameters of one rank: bound by memory."""
+        return ADAM_BYTES * parameters / self.ceilings.memory_Bps
+
+    @staticmethod
+    def described(model: Model, device: Device, element_bytes: float = 2.0) -> Workload:
+        """A model that was never measured, on a device of the catalog."""
+        health = Health()
+        health.note(f"Compute times of {model.name} come from shape models of {device.name}, not from a trace.")
+        return Workload(model, Ceilings.of(device, element_bytes), None, element_bytes, health)
+
+
+Key = tuple[int, int, int, int, bool, int]
+
+
+def _key(layout: Layout) -> Key:
+    return layout.mbs, layout.seq, layout.tp, layout.cp, layout.sp, layout.ep
+
+
+def layer_shapes(model: Model, key: Key, element_bytes: float = 2.0) -> list[Shape]:
+    """The kernels of one layer's forward for one micro batch on one rank; key = (mbs, seq, tp, cp, sp, ep)."""
+    samples, seq, tp, cp, sp, _ = key
+    tokens, h = samples * seq / cp, model.hidden
+    whole = tokens / (tp if sp else 1)
+    head = h // model.heads
+    active = model.experts_per_token
+    width = model.mlp_width / tp
+    qkv = (h + 2 * model.kv_width) / tp
+
+    def product(rows: float, columns: float, depth: float) -> Shape:
+        return Shape(Work.MATMUL, rows, columns, depth, element_bytes=element_bytes)
+
+    def pass_over(rows: float, columns: float, tensors: float, work: Work = Work.ELEMENTWISE) -> Shape:
+        return Shape(work, rows, columns, element_bytes=element_bytes, tensors=tensors)
+
+    up = product(tokens * active, width * (model.mlp_matrices - 1), h)
+    return [
+        pass_over(whole, h, 2, Work.NORM),
+        product(tokens, qkv, h),
+        pass_over(tokens, qkv, 2),
+        Shape(Work.ATTENTION, seq / cp, seq, head, samples * model.heads / tp, element_bytes, causal=True),
+        product(tokens, h, h / tp),
+        pass_over(whole, h, 3),
+        pass_over(whole, h, 2, Work.NORM),
+        up,
+        pass_over(tokens * active, width, 2 + (model.mlp_matrices == 3)),
+        product(tokens * active, h, width),
+        pass_over(whole, h, 3),
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _layer_model_s(model: Model, ceilings: Ceilings, element_bytes: float, key: Key) -> float:
+    return sum(seconds(shape, ceilings) for shape in layer_shapes(model, key, element_bytes))
+
+
+@lru_cache(maxsize=4096)
+def _head_model_s(model: Model, ceilings: Ceilings, element_bytes: float, key: Key) -> float:
+    samples, seq, tp, cp, _, _ = key
+    tokens = samples * seq / cp
+    head = Shape(Work.MATMUL, tokens, model.vocab / tp, model.hidden, element_bytes=element_bytes)
+    loss = Shape(Work.LOSS, tokens, model.vocab / tp, element_bytes=4.0, tensors=3)
+    return seconds(head, ceilings) + seconds(loss, ceilings)
+
+
+def from_job(built: Built, anatomy: Anatomy, layout: Layout, device: Device | None = None) -> Workload:
+    """The model that a measured job ran, read from its shapes, anchored in its layers' times.
+
+    device: of the catalog; without it the ceilings are those that the job's own kernels reached.
+    Raises InputError where the trace has no shapes or no layers, naming what to record.
+    """
+    model, measured, size = infer_model(built, anatomy, layout)
+    if device is not None:
+        ceilings = Ceilings.of(device, size)
+    else:
+        ceilings = _seen(built)
+    anchor = _anchor(built, anatomy, measured)
+    health = Health()
+    health.add(anatomy.health)
+    health.note(
+        f"Model read from shapes: {model.layers} layers of width {model.hidden}, MLP {model.mlp_width}, "
+        f"{model.heads} heads, vocabulary {model.vocab}."
+    )
+    return Workload(model, ceilings, anchor, size, health)
+
+
+def infer_model(built: Built, anatomy: Anatomy, layout: Layout) -> tuple[Model, Layout, float]:
+    """(model, layout with micro batch and length, bytes an element) from the operators' dimensions of a job."""
+    if not anatomy.layers:
+        raise InputError(
+            "no repeated layers were found in the trace; record operators (with_stack is not needed) with "
+            "record_shapes=True, or name a model instead of a trace"
+        )
+    shapes = {unit: _unit_shapes(built, anatomy, unit) for unit in range(len(anatomy.units))}
+    layers = [unit for unit, is_layer in enumerate(anatomy.is_layer) if is_layer]
+    products = [s for s in shapes[layers[0]] if s.work is Work.MATMUL and s.batch == 1]
+    if not products:
+        raise InputError("the layers' matrix products have no recorded shapes; record with record_shapes=True")
+    hidden = int(min(max(s.columns for s in products), products[0].depth))
+    tokens = products[0].rows
+    attention = next((s for s in shapes[layers[0]] if s.work is Work.ATTENTION), None)
+    widths = [max(s.columns, s.depth) for s in products if max(s.columns, s.depth) != hidden]
+    downs = [s for s in products if s.depth != hidden and s.columns == hidden]
+    width = int(downs[-1].depth if downs else max(widths, default=4 * hidden)) * layout.tp
+    ups = [s for s in products if s.depth == hidden and s.columns * layout.tp == width]
+    seq = int(attention.rows) if attention else int(tokens)
+    samples = max(1, int(tokens // seq))
+    heads = int(attention.batch / samples) * layout.tp if attention else max(1, hidden // 64)
+    heads = heads if heads and hidden % heads == 0 else 1
+    vocab = _vocabulary(shapes, anatomy, hidden) or hidden
+    model = Model(
+        "measured", "llama" if len(ups) > 1 else "gpt", anatomy.layers, hidden, heads, width, 0, vocab, seq, False
+    )
+    measured = Layout(
+        **{axis: getattr(layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
+        mbs=samples, microbatches=anatomy.micro_batches, seq=seq,
+    )  # fmt: skip
+    return model, measured, products[0].element_bytes
+
+
+def _vocabulary(shapes: dict[int, list[Shape]], anatomy: Anatomy, hidden: int) -> int:
+    """Columns of the head's product, 0 where there is none."""
+    ends = [unit for unit, is_layer in enumerate(anatomy.is_layer) if not is_layer]
+    found = [int(s.columns) for unit in ends for s in shapes[unit] if s.work is Work.MATMUL and s.depth == hidden]
+    return found[-1] if found else 0
+
+
+def _unit_shapes(built: Built, anatomy: Anatomy, unit: int) -> list[Shape]:
+    """Shapes of the forward operators of one unit in the first micro batch of the first rank that runs it."""
+    for trace in built.job.ranks:
+        sections = find_sections(trace)
+        name = anatomy.units[unit]
+        if name not in sections.units:
+            continue
+        events, rows = trace.events, forward_ops(trace, sections)
+        at = sections.at(events.ts_ns[rows])
+        mine = (sections.unit[at] == sections.units.index(name)) & (sections.micro_batch[at] == 0)
+        mine &= sections.step[at] == sections.step[0]
+        out = []
+        reach = -1
+        for row in rows[mine].tolist():
+            shape = shape_of(events.name_of(row), events.text("Input Dims", row), events.text("Input type", row))
+            if shape is None or int(events.ts_ns[row]) < reach:
+                continue
+            if shape.work in (Work.MATMUL, Work.ATTENTION):
+                reach = int(events.end_ns[row])
+            out.append(shape)
+        if out:
+            return out
+    return []
+
+
+def _anchor(built: Built, anatomy: Anatomy, layout: Layout) -> Anchor:
+    """Seconds of a layer and of the ends per micro batch: of the busiest kind of node, kernels or else operators."""
+    graph = built.graph
+    kernels = graph.kind == int(NodeKind.KERNEL)
+    kernels &= graph.instance < 0
+    work = kernels if kernels.any() else (graph.kind == int(NodeKind.HOST))
+    steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
+    layers = np.array(anatomy.is_layer, np.bool_)
+    ranks = len(np.unique(graph.rank[work])) / max(1, layout.pp)
+    each = steps * max(1, anatomy.micro_batches) * max(1.0, ranks)
+
+    def total(phase: Phase, of_layers: bool) -> float:
+        units = np.flatnonzero(layers == of_layers)
+        mine = work & (anatomy.phase == int(phase)) & np.isin(anatomy.unit, units)
+        return float(graph.dur_ns[mine].sum()) * 1e-9 / each
+
+    count = max(1, int(layers.sum()))
+    return Anchor(
+        layout,
+        total(Phase.FORWARD, True) / count,
+        total(Phase.BACKWARD, True) / count,
+        total(Phase.FORWARD, False),
+        total(Phase.BACKWARD, False),
+    )
+
+
+def _seen(built: Built) -> Ceilings:
+    """Ceilings from the job's own operators with shapes."""
+    shapes: list[Shape] = []
+    times: list[float] = []
+    for trace in built.job.ranks[:1]:
+        events = trace.events
+        sections = find_sections(trace)
+        for row in forward_ops(trace, sections).tolist():
+            shape = shape_of(events.name_of(row), events.text("Input Dims", row), events.text("Input type", row))
+            if shape is not None:
+                shapes.append(shape)
+                times.append(float(events.dur_ns[row]) * 1e-9)
+    return ceilings_seen(shapes, times)

@@ -119,6 +119,8 @@ def transfer_by_instance(graph: Graph, dur_ns: IntArray) -> Floats:
     """Median transfer of each collective's members in ns, NaN without a member; float64[len(collectives)]."""
     out = np.full(len(graph.collectives), np.nan)
     nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0))
+    if not len(nodes):
+        return out
     order = nodes[np.argsort(graph.instance[nodes], kind="stable")]
     instance = graph.instance[order]
     found, first = np.unique(instance, return_index=True)

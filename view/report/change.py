@@ -12,7 +12,7 @@ from scaletrace.view.report.read import Document, mapping, num, rows
 from scaletrace.view.report.replay import PART_COLOURS
 
 MOST = 14
-_NAMES = 190.0
+_NAMES = 196.0
 
 
 def whatif_headline(doc: Document) -> str:
@@ -83,14 +83,14 @@ def changes(doc: Document) -> Plot | None:
     height = svg.TOP + 22 * len(drawn) + svg.BOTTOM
     reach = max(abs(value) for _, value in drawn)
     ticks = [(t, _signed(t) if t else "0") for t in (-reach, 0.0, reach)]
-    x = svg.Scale(-reach, reach, _NAMES + 30, svg.WIDTH - 40, ticks=ticks)
+    x = svg.Scale(-reach, reach, _NAMES + 50, svg.WIDTH - 40, ticks=ticks)
     parts: list[Html] = []
     for row, (change, value) in enumerate(drawn):
         top = svg.TOP + 22 * row
-        name = units.shorten(change.get("what"), 24)
+        name = units.shorten(change.get("what"), 23)
         left, right = sorted((x(0.0), x(value)))
         about = f"{units.clean(change.get('what'), 200)}: {_signed(value)}"
-        parts.append(svg.text(_NAMES, top + 14, name, "end"))
+        parts.append(svg.text(_NAMES + 20, top + 14, name, "end"))
         parts.append(svg.rect(left, top + 2, right - left, 17, "f1 edge" if value > 0 else "f2 edge", about))
     y = svg.Scale(0, 1, height - svg.BOTTOM, svg.TOP)
     about = "changes along the critical path"

@@ -49,7 +49,9 @@ def stacked_columns(
     show: Show,
 ) -> Html:
     """Stacked columns with a legend below."""
-    keys, room = svg.legend([(i % len(svg.PALETTE), units.shorten(n, 24)) for i, n in enumerate(names)], svg.HEIGHT + 8)
+    keys, room = svg.legend(
+        [(i % len(svg.PALETTE), units.shorten(n, 24)) for i, n in enumerate(names)], svg.HEIGHT + 16
+    )
     y = up_scale(max(sum(c) for c in columns) or 1.0, show)
     width = (svg.WIDTH - svg.LEFT - svg.RIGHT) / len(labels)
     every = max(1, len(labels) // 8)
@@ -64,7 +66,7 @@ def stacked_columns(
             left = x(i) + width * 0.14
             parts.append(svg.rect(left, top, width * 0.72, bottom - top, f"f{k % len(svg.PALETTE)} edge", about))
             done += value
-    return svg.svg(svg.axes(x, y, x_name, y_name), *parts, keys, about=y_name, height=svg.HEIGHT + room)
+    return svg.svg(svg.axes(x, y, x_name, y_name), *parts, keys, about=y_name, height=svg.HEIGHT + 8 + room)
 
 
 def stacked_bars(
@@ -76,7 +78,7 @@ def stacked_bars(
 ) -> Html:
     """Horizontal stacked bars: (label, pieces of (colour, value, words))."""
     height = svg.TOP + 22 * len(bars) + svg.BOTTOM
-    keys, room = svg.legend(sorted(used.items()), height + 8) if used else (Html(""), 0.0)
+    keys, room = svg.legend(sorted(used.items()), height + 16) if used else (Html(""), 0.0)
     high = max(sum(value for _, value, _ in pieces) for _, pieces in bars) or 1.0
     ticks = [t for t in svg.nice_ticks(high, 3) if t <= high * 1.0001] or [0.0]
     x = svg.Scale(0, high, svg.LEFT, svg.WIDTH - svg.RIGHT - 10, ticks=[(t, show(t) if t else "0") for t in ticks])
@@ -88,4 +90,6 @@ def stacked_bars(
         for colour, value, about in pieces:
             parts.append(svg.rect(x(done), top + 2, x(done + value) - x(done), 17, f"f{colour} edge", about))
             done += value
-    return svg.svg(svg.axes(x, y, x_name, y_name), *parts, keys, about=f"{x_name} by {y_name}", height=height + room)
+    return svg.svg(
+        svg.axes(x, y, x_name, y_name), *parts, keys, about=f"{x_name} by {y_name}", height=height + 8 + room
+    )

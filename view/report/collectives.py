@@ -102,10 +102,14 @@ def collectives(doc: Document) -> Plot | None:
                 svg.point(x(size), y(rate), f"f{colour}", f"{one.name}: {units.size(size)} at {units.rate(rate)}")
             )
         names.append((colour, units.shorten(one.name, 26) + _words(model)))
-    keys, room = svg.legend(names, svg.HEIGHT + 8)
+    keys, room = svg.legend(names, svg.HEIGHT + 16)
     about = "bus bandwidth of the collectives over their size"
     drawing = svg.svg(
-        svg.axes(x, y, "bytes of one collective", "bus bandwidth"), *parts, keys, about=about, height=svg.HEIGHT + room
+        svg.axes(x, y, "bytes of one collective", "bus bandwidth"),
+        *parts,
+        keys,
+        about=about,
+        height=svg.HEIGHT + 8 + room,
     )
     return Plot("collectives", "Collectives: size against bandwidth", drawing, _table(doc))
 

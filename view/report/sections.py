@@ -43,6 +43,8 @@ _PLOTS: tuple[Draw, ...] = (
     changes,
 )
 """All plots; each draws what an answer has and is left out where it has nothing to draw."""
+MOST_OPEN = 12
+"""Rows of a table that stands open; longer ones open on demand."""
 _FRAME = ("schema", "scaletrace_version", "input", "health")
 _DRAWN = {
     "diff": ("path",),
@@ -180,7 +182,11 @@ def _tables(doc: Document) -> list[Html]:
         ]
         table = Table(columns, raw, shown)
         name = "".join(c if c.isalnum() else "-" for c in str(key))[:40]
-        out.append(join(table.to_html(str(key).replace("_", " ")), csv_link(table, f"{name}.csv")))
+        title = str(key).replace("_", " ")
+        drawn = table.to_html(title)
+        if len(raw) > MOST_OPEN:
+            drawn = tag("details", tag("summary", f"{title}: {len(raw)} rows"), drawn)
+        out.append(join(drawn, csv_link(table, f"{name}.csv")))
     return out
 
 

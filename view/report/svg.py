@@ -126,7 +126,7 @@ def legend(entries: Sequence[tuple[int, str]], y: float, width: float = WIDTH) -
     parts: list[Html] = []
     x, row = 8.0, 0
     for colour, name in entries:
-        size = 28 + 8.8 * len(name)
+        size = 32 + 9.4 * len(name)
         if x + size > width and x > 8:
             x, row = 8.0, row + 1
         parts.append(

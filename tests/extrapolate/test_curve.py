@@ -1,0 +1,228 @@
+"""The curve as a whole: identity, growth, knee, what to measure next, on drafts and on the shipped captures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaletrace.errors import UsageError
+from scaletrace.extrapolate.base import Base, prepare
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.curve import ScalingCurve, benchmark_next, dominates, extrapolate, knee
+from scaletrace.extrapolate.draft import Draft
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.point import Options, Point, evaluate, stretch
+from scaletrace.extrapolate.steps import shares, step_times_ns
+from scaletrace.extrapolate.stragglers import Noise
+from scaletrace.parse.build import Built, Quality, build
+from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup, Measured, NodeKind
+from scaletrace.parse.health import Health
+from scaletrace.parse.job import Collectives, Job
+from scaletrace.parse.load import load
+from scaletrace.replay.engine import replay
+
+H100 = Cluster.load("dgx_h100")
+QUIET = Noise(0.0, 0.0)
+
+
+def _built(graph: Graph, ranks: int) -> Built:
+    no = np.zeros(0, np.int64)
+    small, flags = no.astype(np.int32), no.astype(np.bool_)
+    table = Collectives(no, small, small, small, no.astype(np.uint8), small, no, no, no, no, no, no, no, flags)
+    timeline = replay(graph)
+    measured = Measured(timeline.start_ns, timeline.end_ns, np.ones(len(graph), np.bool_))
+    return Built(
+        graph, measured, Quality(1, 1, {}, timeline.makespan_ns, {}, {}), Job((), ranks, (), table, {}, Health())
+    )
+
+
+def _fsdp(ranks: int = 8, layers: int = 6, compute_ns: int = 2_000_000, size: int = 64 << 20, steps: int = 3) -> Built:
+    """Each layer: a gather prefetched beside the last layer's compute, then its own compute of that rank."""
+    draft = Draft(groups=[GraphGroup("fsdp", ranks, 1)])
+    computed: list[int | None] = [None] * ranks
+    gathered: list[list[int]] = [[] for _ in range(ranks)]
+    for _ in range(steps * layers):
+        nodes = draft.collective("all_gather", 0, 0, [(r, gathered[r][-1:]) for r in range(ranks)], 300_000)
+        draft.collectives[-1] = GraphCollective("all_gather", 0, size // ranks, size)
+        for rank, node in enumerate(nodes):
+            gathered[rank].append(node)
+            before = [node] + ([computed[rank] or 0] if computed[rank] is not None else [])
+            computed[rank] = draft.node(
+                NodeKind.KERNEL, compute_ns, rank=rank, after=before, lane="stream 7", name="gemm"
+            )
+    graph = draft.graph()
+    graph.step[:] = np.arange(len(graph)) * steps // len(graph)
+    return _built(graph, ranks)
+
+
+@pytest.fixture(scope="module")
+def gathers() -> Base:
+    """A base whose noise is off, so that only costs move it."""
+    return prepare(_fsdp(), H100, noise=QUIET)
+
+
+def test_the_measured_size_is_replayed_bit_for_bit(gathers: Base) -> None:
+    """The identity rewrite gives the timeline of the plain replay, and no band from models."""
+    _, done = stretch(gathers, 8, Options())
+    plain = replay(_fsdp().graph)
+
+    assert np.array_equal(plain.start_ns, done.timeline.start_ns)
+    assert np.array_equal(plain.end_ns, done.timeline.end_ns)
+    assert 0.0 == evaluate(gathers, 8, Options()).comm_error_s
+
+
+def test_the_shipped_captures_replay_bit_for_bit_at_their_size(samples: Path) -> None:
+    """Real gloo jobs too: nothing is rescaled, shared or serialised where nothing changes."""
+    for name in ("ddp_w4", "fsdp2_w4"):
+        built = build(load(samples / name))
+        _, done = stretch(prepare(built), 4, Options())
+
+        assert np.array_equal(replay(built.graph).end_ns, done.timeline.end_ns)
+
+
+def test_steps_never_get_faster_with_ranks(gathers: Base) -> None:
+    """Weak scaling on a fixed topology: the step time never falls, from 8 to 100,000 ranks."""
+    sizes = [8, 16, 24, 64, 256, 512, 1024, 4096, 32768, 100_000]
+    times = [evaluate(gathers, size, Options()).p50_s for size in sizes]
+
+    assert times == sorted(times) and times[-1] > 5 * times[0]
+
+
+@settings(max_examples=20)
+@given(compute_us=st.integers(50, 5000), mib=st.integers(1, 512), first=st.integers(1, 64), more=st.integers(1, 64))
+def test_steps_grow_with_ranks_for_any_balance(compute_us: int, mib: int, first: int, more: int) -> None:
+    """Monotone whatever the balance of compute and communication."""
+    base = prepare(
+        _fsdp(layers=3, compute_ns=1000 * compute_us, size=mib << 20, steps=2), H100, noise=Noise(0.01, 0.01)
+    )
+    small, large = 8 * first, 8 * (first + more)
+
+    assert evaluate(base, small, Options()).p50_s <= evaluate(base, large, Options()).p50_s * (1 + 1e-9)
+
+
+def test_more_overlap_costs_compute(gathers: Base) -> None:
+    """Gathers that grow beside compute slow it: the step is longer than with ideal overlap, and more so with a larger κ."""
+    steps = []
+    for kappa in (0.0, 0.3, 0.6):
+        base = prepare(_fsdp(), H100, noise=QUIET, slowdown=kappa)
+        point = evaluate(base, 256, Options())
+        steps.append(point.p50_s)
+        assert point.ideal_overlap_s <= point.p50_s + 1e-12
+
+    assert steps[0] < steps[1] < steps[2]
+
+
+def test_strong_scaling_shrinks_compute_but_not_communication(gathers: Base) -> None:
+    """Twice the ranks on the same batch: compute halves, the gathers stay."""
+    weak, strong = (stretch(gathers, 16, Options(weak=weak))[1] for weak in (True, False))
+    kernels = weak.graph.kind == NodeKind.KERNEL
+    transfers = weak.graph.kind == NodeKind.TRANSFER
+
+    assert 1_000_000 == int(np.median(strong.ideal.end_ns[kernels] - strong.ideal.start_ns[kernels]))
+    assert np.array_equal(
+        (weak.ideal.end_ns - weak.ideal.start_ns)[transfers], (strong.ideal.end_ns - strong.ideal.start_ns)[transfers]
+    )
+
+
+def test_a_described_straggler_population_costs_a_known_share() -> None:
+    """Blocking gathers and 5 % noise at 512 ranks lose what the ensemble says, on top of what 8 ranks showed."""
+    quiet, noisy = (
+        evaluate(prepare(_fsdp(), H100, noise=noise, slowdown=0.0), 512, Options())
+        for noise in (QUIET, Noise(0.05, 0.0))
+    )
+
+    assert 0.0 == quiet.straggler_fraction
+    assert 0.0 < noisy.straggler_fraction < 0.15
+    assert noisy.p50_s == pytest.approx(quiet.p50_s / (1 - noisy.straggler_fraction), rel=1e-6)
+
+
+def test_compute_and_exposed_communication_are_shares_of_the_step(gathers: Base) -> None:
+    """Shares and the rest add up to one, by axis too where there is one axis."""
+    _, done = stretch(gathers, 1024, Options())
+    part = shares(done.graph, done.timeline.start_ns, done.timeline.end_ns)
+
+    assert 1.0 == pytest.approx(part.compute + part.exposed + part.rest)
+    assert part.exposed == pytest.approx(part.by_axis["fsdp"])
+
+
+def test_step_times_run_from_end_to_end() -> None:
+    """Three steps give two intervals between their ends."""
+    built = _fsdp(steps=3)
+    timeline = replay(built.graph)
+
+    assert 2 == len(step_times_ns(built.graph, timeline.start_ns, timeline.end_ns))
+
+
+def _point(gpus: int, step: float, exposed: float = 0.0, error: float = 0.0) -> Point:
+    return Point(gpus, Layout(dp=gpus), step, step, step, step, 1 - exposed, exposed, {}, 0.0, "compute", {}, error)
+
+
+def test_the_knee_is_where_doubling_stops_paying() -> None:
+    """At 64 a doubling still gives 1 / 1.2 of double, at 128 only 1 / 1.5; a flat curve has no knee."""
+    bent = [_point(64, 1.0), _point(128, 1.2), _point(256, 1.8)]
+
+    assert (128, None) == (knee(bent, 0.8, True), knee([_point(n, 1.0) for n in (8, 64, 512)], 0.8, True))
+
+
+def test_communication_dominates_between_points() -> None:
+    """Exposed 30 % at 64 and 70 % at 256: half of the step at their geometric mean."""
+    points = [_point(64, 1.0, 0.3), _point(256, 1.0, 0.7)]
+
+    assert (128, None, 64) == (dominates(points), dominates(points[:1]), dominates([_point(64, 1.0, 0.6)]))
+
+
+def test_the_next_benchmark_is_the_cheapest_that_narrows_most() -> None:
+    """Only sizes beyond the measured one with an uncertain communication are worth it."""
+    points = [_point(8, 1.0), *(_point(n, 1.0, error=0.02 * n**0.5) for n in (16, 64, 256))]
+    found = benchmark_next(points, 8)
+
+    assert found and set(found) <= {16, 64, 256}
+    assert () == benchmark_next([_point(n, 1.0) for n in (8, 64)], 8)
+
+
+def test_every_answer_of_the_interface_is_there(samples: Path) -> None:
+    """JSON parts as documented, a frame with a row a point, and a timeline for any size."""
+    curve: ScalingCurve = extrapolate(load(samples / "ddp_w4"), sizes=[8, 64], cluster=Cluster.load("gloo_10g"))
+    parts = curve.to_json_parts()
+
+    wanted = {"points", "knee_gpus", "comm_dominates_gpus", "best_layout_by_gpus", "benchmark_next"}
+    assert wanted <= set(parts)
+    documented = {
+        "gpus", "layout", "step_time_s", "tokens_per_s_per_gpu", "mfu", "exposed_comm_fraction", "exposed_by_axis",
+        "bubble_fraction", "straggler_fraction", "memory_bytes", "power_W_per_gpu", "dominant", "provenance",
+    }  # fmt: skip
+    assert documented <= set(parts["points"][0])
+    band = parts["points"][1]["step_time_s"]
+    assert 0 < band["low"] < band["p50"] < band["high"]
+    assert [8, 64] == curve.to_frame().gpus.tolist()
+    assert curve.timeline(64).makespan_ns > 0
+
+
+def test_evidence_from_elsewhere_narrows_the_band() -> None:
+    """Transfers measured over 64 ranks turn a prior into an extrapolation, with a smaller error at 512."""
+    from scaletrace.extrapolate.calibrate import Evidence
+    from scaletrace.extrapolate.costs import collective_seconds
+
+    seen = [
+        Evidence("all_gather", size, 64, collective_seconds("all_gather", size, 64, H100).seconds)
+        for size in (1 << 20, 1 << 24, 1 << 26, 1 << 28)
+    ]
+    before, after = (
+        extrapolate(_fsdp(), cluster=H100, sizes=[512], evidence=found, noise=QUIET).points[0] for found in ([], seen)
+    )
+
+    assert ("prior", "extrapolated") == (before.provenance["communication"], after.provenance["communication"])
+    assert after.comm_error_s < before.comm_error_s
+
+
+def test_sizes_that_do_not_fit_are_refused(gathers: Base) -> None:
+    """No size, none below one, and none that the other axes don't divide."""
+    with pytest.raises(UsageError, match="sizes"):
+        extrapolate(_fsdp(), sizes=[])
+    with pytest.raises(UsageError, match="multiple of 8"):
+        stretch(replace(gathers, layout=Layout(dp=2, fsdp=8)), 12, Options())

@@ -176,7 +176,7 @@ def entry(what: str, name: str) -> dict[str, Any]:
     }
     if what not in kinds:
         raise UsageError(f"the catalog has {', '.join(kinds)}, not {what!r}")
-    return _check(kinds[what], _find(what, name), f"{what}.yaml, {name}").model_dump(mode="json")
+    return _check(kinds[what], _find(what, name), f"{what}.yaml, {name}").model_dump(mode="json", exclude_unset=True)
 
 
 def load_device(name: str) -> Device:

@@ -249,7 +249,9 @@ def layout_text(layout: Any) -> str:
     """A layout as the command line writes it: {"fsdp": 64, "tp": 8} → "fsdp=64,tp=8"; degrees of one are left out."""
     if isinstance(layout, Mapping):
         kept = {k: v for k, v in layout.items() if v not in (None, 1, False, "")} or layout
-        return units.clean(",".join(f"{k}={v}" for k, v in kept.items()), 200)
+        return units.clean(
+            ",".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in kept.items()), 200
+        )
     return units.clean(layout, 200) if layout is not None else units.MISSING
 
 

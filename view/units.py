@@ -20,6 +20,8 @@ def is_number(value: object) -> bool:
 def _digits(value: float) -> str:
     """Three significant digits, without exponents for what people meet."""
     size = abs(value)
+    if size >= 1e15:
+        return f"{value:.3g}"
     if size >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}"

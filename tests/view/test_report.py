@@ -305,3 +305,39 @@ def test_a_what_if_shows_before_and_after(tmp_path: Path) -> None:
     assert expected in text
     assert ["Before and after", "Where time went", "Exposed communication by axis"] == read(page.path).headings[1:4]
     assert '<th scope="col" class="n">before</th>' in text
+
+
+def test_the_best_layouts_are_split_into_their_terms(tmp_path: Path) -> None:
+    """A search gives a bar a layout, a sentence on the fastest, and why the next ones are behind."""
+
+    def layout(tp: int, compute_s: float, bubble_s: float) -> dict[str, Any]:
+        terms = {"compute": compute_s, "bubble": bubble_s, "expert": 0.0}
+        return {
+            "layout": {"tp": tp, "dp": 1},
+            "step_time_s": compute_s + bubble_s,
+            "terms_s": terms,
+            "memory_bytes": 2**30,
+        }
+
+    slower = {**layout(4, 1.0, 0.5), "behind": 0.25, "reasons": ["bubble +300 ms"]}
+    answer = {"schema": "scaletrace.search/1", "gpus": 64, "best": layout(8, 1.0, 0.2), "next": [slower]}
+    page = write_report(tmp_path / "r.html", [answer])
+    text = page.path.read_text(encoding="utf-8")
+
+    expected = "At 64 GPUs tp=8 is fastest with 1.20 s a step; the next layout is 25.0 % behind."
+    assert expected in text
+    assert "bubble +300 ms" in text
+    assert "expert" not in text.split("Provenance")[0]
+
+
+def test_records_by_name_and_nested_lists_are_shown(tmp_path: Path) -> None:
+    """What no plot draws still stands on the page: clocks by rank, lists inside groups of values."""
+    answer = {
+        "schema": "scaletrace.inspect/1",
+        "ranks": {"expected": 4, "present": [0, 1, 3], "missing": [2]},
+        "clocks": {"0": {"offset_ns": 1500, "source": "reference"}, "1": {"offset_ns": None, "source": "same host"}},
+    }
+    text = write_report(tmp_path / "r.html", [answer]).path.read_text(encoding="utf-8")
+
+    assert "expected 4, present 0, 1, 3, missing 2" in text
+    assert "1.50 µs" in text and "same host" in text

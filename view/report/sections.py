@@ -13,6 +13,7 @@ from scaletrace.view.report.change import before_after, change_headline, changes
 from scaletrace.view.report.chart import Plot
 from scaletrace.view.report.collectives import collectives
 from scaletrace.view.report.html import Cell, Html, Table, csv_link, join, tag
+from scaletrace.view.report.layouts import layouts, layouts_headline
 from scaletrace.view.report.limits import utilization
 from scaletrace.view.report.read import Document, mapping, num, rows, schema_of
 
@@ -32,6 +33,7 @@ _PLOTS: tuple[Draw, ...] = (
     curve.throughput,
     curve.exposed_by_axis,
     curve.memory,
+    layouts,
     before_after,
     replay.breakdown,
     replay.exposed_axis_bars,
@@ -48,10 +50,11 @@ MOST_OPEN = 12
 _FRAME = ("schema", "scaletrace_version", "input", "health")
 _DRAWN = {
     "diff": ("path",),
+    "search": ("best", "next"),
     "limits": ("curve",),
 }
 """Parts that a plot shows, by kind of answer; the rest is listed in tables."""
-_DRAWN_ELSE = ("points", "breakdown", "collectives", "stragglers", "critical_path", "steps")
+_DRAWN_ELSE = ("points", "breakdown", "breakdown_before", "collectives", "stragglers", "critical_path", "steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def _headline(doc: Document, kind: str) -> str:
         return terminal.curve_headline(doc)
     if kind == "whatif":
         return whatif_headline(doc)
+    if kind == "search":
+        return layouts_headline(doc)
     return str(doc.get("headline") or "") or change_headline(doc)
 
 
@@ -146,8 +151,8 @@ def _facts(doc: Document) -> Html:
     for key, value in doc.items():
         if key in _FRAME or key in _drawn(doc) or key == "headline":
             continue
-        if isinstance(value, Mapping) and not any(isinstance(v, Mapping | list) for v in value.values()):
-            text = ", ".join(f"{units.clean(k, 60)} {shown_value(str(k), v)}" for k, v in list(value.items())[:40])
+        if isinstance(value, Mapping) and not any(isinstance(v, Mapping) or rows(v) for v in value.values()):
+            text = ", ".join(f"{units.clean(k, 60)} {_nested(str(k), v)}" for k, v in list(value.items())[:40])
         elif isinstance(value, list) and not rows(value):
             text = ", ".join(shown_value(str(key), v) for v in value[:40])
         elif isinstance(value, Mapping | list):
@@ -159,6 +164,20 @@ def _facts(doc: Document) -> Html:
     return tag("dl", *found) if found else Html("")
 
 
+def _nested(key: str, value: Any) -> str:
+    """A value, or a short list of values."""
+    if not isinstance(value, list):
+        return shown_value(key, value)
+    return ", ".join(shown_value(key, v) for v in value[:40]) or "none"
+
+
+def _records(value: Any) -> list[Mapping[str, Any]]:
+    """The records of a list, or of a mapping from names to records."""
+    if isinstance(value, Mapping) and value and all(isinstance(v, Mapping) for v in value.values()):
+        return [{"name": key, **record} for key, record in value.items()]
+    return rows(value)
+
+
 def _tables(doc: Document) -> list[Html]:
     """Lists of records that no plot shows, and the best layouts, as tables."""
     out = []
@@ -167,8 +186,8 @@ def _tables(doc: Document) -> list[Html]:
         layouts: list[list[Cell]] = [[units.clean(k, 20), terminal.layout_text(v)] for k, v in best.items()]
         out.append(Table(["GPUs", "fastest layout"], layouts).to_html("Fastest layout by size"))
     for key, value in doc.items():
-        records = rows(value)
-        if not records or key in _drawn(doc) or key in _FRAME:
+        records = _records(value)
+        if not records or key in _drawn(doc) or key in _FRAME or key == "best_layout_by_gpus":
             continue
         columns = list(dict.fromkeys(str(c) for record in records for c in record))[:14]
         raw: list[list[Cell]] = [[_plain_nested(record.get(c)) for c in columns] for record in records]
@@ -206,7 +225,9 @@ def _health(doc: Document) -> list[Html]:
     listed = tag("ul", *(tag("li", line) for line in lines))
     return [
         tag(
-            "details", tag("summary", f"Health: {len(lines)} remarks on this answer"), tag("div", listed, class_="warn")
+            "details",
+            tag("summary", f"Health: {len(lines)} remark{'s' * (len(lines) != 1)} on this answer"),
+            tag("div", listed, class_="warn"),
         )
     ]
 

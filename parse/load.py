@@ -24,6 +24,7 @@ from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from scaletrace.parse.match_pairs import one_way, pair_messages
 from scaletrace.parse.members import KIND
+from scaletrace.parse.one_job import refuse_several_jobs
 from scaletrace.parse.peek import Found, rank_value
 from scaletrace.parse.ranks import SEVERAL_HEADERS, Capture, choose, discover, rank_in_events
 from scaletrace.parse.reader import TraceFile, read_file
@@ -62,6 +63,7 @@ def load(
     chosen = choose(captures, capture, health)
     files = _read(chosen.files, strict, workers)
     traces = _ranks(chosen, files, health, step_annotation)
+    refuse_several_jobs(traces)
     job = assemble(traces, health, strict=strict, patterns=patterns, manifest=chosen.manifest)
     if axes is not None:
         job = replace(job, groups=override_axes(job.groups, axes))

@@ -18,6 +18,8 @@ from scaletrace.parse.events import IntArray
 UNPLACED = -1
 _BRUTE_FORCE = 4_000_000
 _MAX_SHIFTS = 64
+_NEARLY_ALL = 0.9
+_CLEARLY_MORE = 1.25
 _DECISIVE = 5.0
 """How many times better the ends of members must move together to outweigh where the last step ends."""
 
@@ -158,7 +160,7 @@ def best_shift(a: Sequence_, b: Sequence_) -> tuple[int | None, bool, bool]:
     # a shift that no step number supports is worth less than one that they all support, more than one they deny
     wrong_steps = np.where(both > 0, 1 - same / np.maximum(both, 1), 0.5)
     usable = bad <= overlap // 20
-    if not usable.any():
+    if not usable.any() or _gap_explains_more(a, b, int(overlap[usable].max())):
         return None, False, True
     # steps before single mismatches: one missing kernel costs a few, a shift by a whole step denies all
     usable &= wrong_steps <= wrong_steps[usable].min() + 0.05
@@ -176,6 +178,15 @@ def best_shift(a: Sequence_, b: Sequence_) -> tuple[int | None, bool, bool]:
         best = int(by_ends[0])
     unsure = len(rest) > 1 and bool(np.partition(cost, 1)[1] <= 2 * cost[best])
     return int(shifts[rest[best]]), unsure, bool(bad[rest[best]] > 0)
+
+
+def _gap_explains_more(a: Sequence_, b: Sequence_, overlap: int) -> bool:
+    """Whether leaving out some elements matches clearly more of the shorter sequence than the widest shift does."""
+    shorter = min(len(a), len(b))
+    if overlap >= _NEARLY_ALL * shorter or len(a) * len(b) > _BRUTE_FORCE:
+        return False
+    found = align_with_gaps(a.label, a.size, a.step, b.label, b.size, b.step)
+    return int(np.sum(found != UNPLACED)) >= _CLEARLY_MORE * overlap
 
 
 def _shift_of_ends(a: Sequence_, b: Sequence_) -> int | None:

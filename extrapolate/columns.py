@@ -75,9 +75,10 @@ def _largest(samples: Floats, n: float, gain: float) -> float:
 @jit
 def _columnwise(arrivals: Floats) -> Floats:
     """The latest of all members in each column."""
-    out = arrivals[0].copy()
-    for c in range(1, arrivals.shape[0]):
-        for j in range(arrivals.shape[1]):
+    out = np.empty(arrivals.shape[1])
+    for j in range(arrivals.shape[1]):
+        out[j] = arrivals[0, j]
+        for c in range(1, arrivals.shape[0]):
             out[j] = max(out[j], arrivals[c, j])
     return out
 

@@ -25,7 +25,7 @@ def keep_mask(role: ByteArray, pred_ptr: IntArray, pred: Int32Array) -> BoolArra
     keep = (role != PLAIN) | (np.diff(pred_ptr) == 0)
     keep[into[role[pred] == MEET]] = True
     keep[pred[role[into] == ARRIVE]] = True
-    return keep
+    return np.asarray(keep, np.bool_)
 
 
 @jit
@@ -59,7 +59,7 @@ def longest_paths(
             w = succ[e]
             if stamp[w] != s:
                 stamp[w], total[w], part[w] = s, lag_ns[e], 0.0
-                heappush(queue, np.int64(w))
+                heappush(queue, np.int64(w))  # type: ignore[misc]
             elif lag_ns[e] > total[w]:
                 total[w], part[w] = lag_ns[e], 0.0
         while len(queue):
@@ -79,7 +79,7 @@ def longest_paths(
                 reached = out + lag_ns[e]
                 if stamp[w] != s:
                     stamp[w], total[w], part[w] = s, reached, out_part
-                    heappush(queue, np.int64(w))
+                    heappush(queue, np.int64(w))  # type: ignore[misc]
                 elif reached > total[w]:
                     total[w], part[w] = reached, out_part
         for c in range(classes):

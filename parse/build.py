@@ -104,6 +104,8 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
     if options.stalls:
         nodes, edges = insert_stalls(draft, nodes, edges, residual, sliced)
     graph, measured, cyclic = finish(draft, nodes, edges)
+    if not len(graph):
+        health.note("nothing to replay: no operators, runtime calls or device records with a known time")
     if cyclic:
         health.dropped["edges that close a cycle"] += cyclic
         draft.contradict(EdgeSource.MATCH, 0, cyclic)

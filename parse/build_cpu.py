@@ -17,7 +17,7 @@ from scaletrace.jit import jit
 from scaletrace.parse.build_draft import Draft
 from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
-from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
+from scaletrace.parse.graph import EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import layers_at, outermost, spans_of, step_of, thread_name
 from scaletrace.parse.job import KINDS, Job, RankTrace
@@ -27,6 +27,7 @@ EARLY_BLOCKED_NS = 300_000
 EARLY_NS = 9_000_000
 LATE_RELEASE_NS = 1_500_000
 OWN_WAIT_NS = 20_000
+TICK_NS = 1_000
 _SEND = KINDS.index("send")
 
 
@@ -57,7 +58,7 @@ def find_works(job: Job, trace: RankTrace) -> Works:
     issue = np.where(host >= 0, events.ts_ns[np.maximum(host, 0)], start)
     order = np.lexsort((row, np.minimum(issue, start)))
     mine, row, host, start, issue = mine[order], row[order], host[order], start[order], issue[order]
-    caller = np.where(host >= 0, events.lane[np.maximum(host, 0)], -1)
+    caller = np.where(host >= 0, events.lane[np.maximum(host, 0)], _busiest(events))
     return Works(
         mine.astype(np.int32),
         row.astype(np.int32),
@@ -68,6 +69,15 @@ def find_works(job: Job, trace: RankTrace) -> Works:
         events.lane[row] == caller,
         table.kind[mine],
     )
+
+
+def _busiest(events: Events, without: IntArray | Int32Array | None = None) -> int:
+    """The lane with most operators, -1 without any; rows `without` do not count."""
+    ops = events.in_cats(*OP_CATS) & (events.ts_ns != TIME_UNKNOWN)
+    if without is not None:
+        ops[without] = False
+    counts = np.bincount(events.lane[ops], minlength=1)
+    return int(counts.argmax()) if counts.sum() else -1
 
 
 @jit
@@ -215,20 +225,12 @@ class RankCpu:
     transfer: Int32Array
 
 
-def main_thread(events: Events, works: Works) -> int:
-    """Lane of the thread that issues the collectives; without any the one with most operators; -1 without those."""
-    ops = events.in_cats(*OP_CATS) & (events.ts_ns != TIME_UNKNOWN)
-    ops[works.row] = False
-    counts = np.bincount(events.lane[ops], minlength=1)
-    return int(counts.argmax()) if counts.sum() else -1
-
-
 def add_cpu_rank(
     draft: Draft, job: Job, trace: RankTrace, shift_ns: int, instance_of: dict[int, int], health: Health
 ) -> RankCpu:
     """Add the main thread, the works and the edges between them; other threads of operators run beside it."""
     events, works = trace.events, find_works(job, trace)
-    thread = main_thread(events, works)
+    thread = _busiest(events, works.row)
     waits = find_waits(events, works, thread)
     steps = [(s.number, s.start_ns, s.end_ns) for s in trace.steps]
     points = _host_points(events, works, waits, thread, steps)
@@ -297,7 +299,10 @@ def _add_main(
     steps: list[tuple[int, int, int]],
     shift_ns: int,
 ) -> tuple[Int32Array, Int32Array]:
-    """Nodes between the points, in one chain; returns the node that ends at each point and the WAIT of each wait."""
+    """Nodes between the points, in one chain; returns the node that ends at each point and the WAIT of each wait.
+
+    The first point gets an ORIGIN, so that what is issued there need not wait for the stretch after it.
+    """
     events = trace.events
     if len(points) < 2:
         return np.full(len(points), -1, np.int32), np.full(len(waits.to_ns), -1, np.int32)
@@ -314,15 +319,25 @@ def _add_main(
     def both(host: IntArray | Int32Array, wait: Any) -> npt.NDArray[Any]:
         return np.concatenate((host, np.broadcast_to(wait, (len(waiting),))))[order]
 
-    release = np.full(count + len(waiting), NO_RELEASE, np.int64)
-    release[0] = chain.at[0] + shift_ns
+    lane = draft.lane(trace.rank, thread_name(events, thread), False)
+    begin = int(chain.at[0]) + shift_ns
+    origin = draft.add_nodes(
+        1,
+        kind=int(NodeKind.ORIGIN),
+        rank=trace.rank,
+        lane=lane,
+        name=draft.name("start of the window"),
+        step=step[:1],
+        release_ns=begin,
+        start_ns=begin,
+        end_ns=begin,
+    )
     ids = draft.add_nodes(
         count + len(waiting),
         dur_ns=both(chain.dur, 0),
-        release_ns=release,
         kind=both(np.full(count, int(NodeKind.HOST)), wait_kind),
         rank=trace.rank,
-        lane=draft.lane(trace.rank, thread_name(events, thread), False),
+        lane=lane,
         name=both(name, wait_name),
         step=both(step, step[waiting]),
         layer=both(layer, layer[waiting]),
@@ -330,14 +345,14 @@ def _add_main(
         start_ns=both(chain.at, chain.to[waiting]) + shift_ns,
         end_ns=both(chain.at + chain.dur, chain.to[waiting]) + shift_ns,
     )
-    draft.add_edges(ids[:-1], ids[1:], 0, EdgeKind.PROGRAM, EdgeSource.ORDER)
+    draft.add_edges(np.concatenate((origin, ids[:-1])), ids, 0, EdgeKind.PROGRAM, EdgeSource.ORDER)
     back = np.empty(len(order), np.int64)
     back[order] = np.arange(len(order))
     wait_node = np.full(count, -1, np.int32)
     wait_node[waiting] = ids[back[count:]]
     last = np.where(wait_node >= 0, wait_node, ids[back[:count]])
     of_wait = np.where(chain.of_wait >= 0, wait_node[np.maximum(chain.of_wait, 0)], -1)
-    return np.concatenate((ids[:1], last)).astype(np.int32), of_wait.astype(np.int32)
+    return np.concatenate((origin, last)).astype(np.int32), of_wait.astype(np.int32)
 
 
 def _communicates(events: Events) -> BoolArray:
@@ -401,7 +416,7 @@ def _issue_edges(
     order = np.lexsort((works.start_ns, works.lane))
     order = order[~works.on_main[order]]
     a, b = order[:-1], order[1:]
-    same = works.lane[a] == works.lane[b]
+    same = (works.lane[a] == works.lane[b]) & (works.start_ns[b] >= works.end_ns[a] - TICK_NS)
     a, b = a[same], b[same]
     before = np.full(len(works.row), np.iinfo(np.int64).min)
     before[b] = works.end_ns[a]

@@ -29,6 +29,7 @@ GRAPH_LATENCY_NS = 50_000
 EXTERNAL_NS = 300_000
 EXTERNAL_GAP_NS = 20_000
 MERGED_REMAINDER_NS = 5_000
+SLOW_LAUNCH_NS = 100_000
 ENTRY_LAG_NS = 1_000
 
 
@@ -153,8 +154,8 @@ def _count_links(calls: Calls, kernels: Kernels, health: Health) -> None:
 
 def estimate(calls: Calls, kernels: Kernels, syncs: SyncEdges | None, job_launch_ns: int | None) -> Constants:
     """The rank's constants: medians over samples in which nothing else can have delayed the event."""
-    launched = np.flatnonzero(kernels.call >= 0)
-    latency = kernels.start_ns[launched] - calls.start_ns[kernels.call[launched]]
+    calling = np.flatnonzero(np.diff(kernels.ptr) > 0)
+    latency = kernels.start_ns[kernels.order[kernels.ptr[calling]]] - calls.start_ns[calling]
     least = int(latency.min()) if len(latency) else 0
     near = latency[latency < least + NEAR_MINIMUM_NS]
     if len(near) < 5 and least > 200_000:

@@ -17,6 +17,8 @@ from scaletrace.parse.build_gpu import (
     GRAPH_LATENCY_NS,
     IN_GRAPH_GAP_NS,
     MERGED_REMAINDER_NS,
+    NEAR_MINIMUM_NS,
+    SLOW_LAUNCH_NS,
     Constants,
     RankGpu,
     estimate,
@@ -135,7 +137,11 @@ class _Slots:
 
 
 def _slots(events: Events, parts: RankParts, order: IntArray) -> _Slots:
-    """Cut the time of the calls into slots; a blocking call keeps a constant of its own, never its measured length."""
+    """Cut the time of the calls into slots; a blocking call keeps a constant of its own, never its measured length.
+
+    A launch has submitted its kernel after a constant time, but for slow ones (a module is loaded, the queue is full)
+    whose kernel starts when the call is over.
+    """
     calls, syncs, constants = parts.calls, parts.syncs, parts.constants
     start, end, meaning = calls.start_ns[order], calls.end_ns[order], calls.meaning[order]
     full = end - start
@@ -144,7 +150,8 @@ def _slots(events: Events, parts: RankParts, order: IntArray) -> _Slots:
     free = syncs.is_sync[order] & (meaning == Call.FREE)
     waits = syncs.is_sync[order] & ~free
     waits &= (syncs.awaited_ns[order] >= 0) | (syncs.status[order] == UNEXPLAINED)
-    main = np.where(launching, np.minimum(full, constants.launch_ns), full)
+    slow = launching & (full > SLOW_LAUNCH_NS) & (_first_start(parts.kernels)[order] >= end - NEAR_MINIMUM_NS)
+    main = np.where(launching & ~slow, np.minimum(full, constants.launch_ns), full)
     main = np.where(waits, np.minimum(main, constants.sync_own_ns), np.where(free, 0, main))
     tail = np.where(free, end - awaited, np.where(waits, 0, full - main))
     chain = calls.chain[order]
@@ -161,6 +168,14 @@ def _slots(events: Events, parts: RankParts, order: IntArray) -> _Slots:
     ends = np.stack((start, np.where(free, awaited, start + main), np.where(merged, end - tail, end)), axis=1)
     present = np.stack((gap > 0, np.ones(len(order), np.bool_), waits | (dur[:, 2] > 0)), axis=1)
     return _Slots(dur, ends, present, waits, free, launching, first, before)
+
+
+def _first_start(kernels: Kernels) -> IntArray:
+    """Start of the first device record of each call, int64[c]; the earliest possible time where a call has none."""
+    out = np.full(len(kernels.ptr) - 1, np.iinfo(np.int64).min)
+    has = np.diff(kernels.ptr) > 0
+    out[has] = kernels.start_ns[kernels.order[kernels.ptr[:-1][has]]]
+    return out
 
 
 def _host_kinds(slots: _Slots) -> npt.NDArray[np.uint8]:
@@ -326,7 +341,7 @@ def _launch_edges(draft: Draft, gpu: RankGpu, host: HostNodes, health: Health) -
     k = order[is_first]
     call = kernels.call[k]
     submit = host.submit_ns[call]
-    lag = latency - submit
+    lag = np.maximum(latency - submit, 0)
     graph = np.flatnonzero(calls.meaning[call] == Call.GRAPH_LAUNCH)
     reach = np.maximum.accumulate(np.concatenate(([np.iinfo(np.int64).min], kernels.end_ns)))
     for i in graph.tolist():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +18,23 @@ import typer
 from scaletrace.cli.__main__ import COMMANDS
 
 _API = re.compile(r"<!-- api: ([\w.]+) -->")
+
+
+def on_config(config: Any) -> Any:
+    """Called by mkdocs once: pages that the benchmarks write are listed where they are there."""
+    folder = Path(config["docs_dir"])
+    papers = [{_title(page): f"papers/{page.name}"} for page in sorted((folder / "papers").glob("*.md"))]
+    if (folder / "validation.md").is_file():
+        config["nav"].append({"Accuracy": "validation.md"})
+    if papers:
+        config["nav"].append({"Papers reproduced": papers})
+    return config
+
+
+def _title(page: Path) -> str:
+    """The first heading of a page."""
+    heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading[1] if heading else page.stem
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

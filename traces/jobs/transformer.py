@@ -163,7 +163,9 @@ def train(options: argparse.Namespace, after_step: Callable[[], None] = lambda: 
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    # a fused or foreach step takes no mix of sharded and plain parameters, which tensor parallelism alone leaves
+    fused = options.strategy != "tp"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=None if fused else False)
     seed = 0 if options.strategy.startswith(("tp", "pp_")) else rank
     source = torch.Generator().manual_seed(seed)
     for number in range(options.steps):

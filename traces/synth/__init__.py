@@ -23,8 +23,8 @@ from scaletrace.traces.synth.program import (
     Instruction,
     Kernel,
     ProcessGroup,
-    SynthJob,
     Sync,
+    SynthJob,
     Wait,
 )
 from scaletrace.traces.synth.schedule import Schedule, schedule
@@ -39,8 +39,8 @@ __all__ = [
     "ProcessGroup",
     "Schedule",
     "Style",
-    "SynthJob",
     "Sync",
+    "SynthJob",
     "Wait",
     "plan",
     "schedule",

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from scaletrace.traces.synth.program import (
     HostCosts,
     HostOp,
     Kernel,
-    SynthJob,
     Sync,
+    SynthJob,
     Wait,
 )
 from scaletrace.traces.synth.schedule import Call, Schedule
@@ -268,7 +269,7 @@ class _Writer:
         out: dict[str, Any] = {"Rank": ranks.index(named), "Is asynchronized op": 1}
         if self.style.groups:
             out["Global rank start"] = ranks[0]
-            strides = {b - a for a, b in zip(ranks, ranks[1:], strict=False)}
+            strides = {later - earlier for earlier, later in pairwise(ranks)}
             if len(strides) == 1:
                 out["Global rank stride"] = strides.pop()
         return out

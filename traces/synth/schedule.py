@@ -19,8 +19,8 @@ from scaletrace.traces.synth.program import (
     HostOp,
     Instruction,
     Kernel,
-    SynthJob,
     Sync,
+    SynthJob,
     Wait,
 )
 

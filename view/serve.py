@@ -44,25 +44,23 @@ class TraceServer:
         self.trace = Path(trace)
         if not self.trace.is_file():
             raise InputError(f"{self.trace}: no such file; write one with `scaletrace replay`")
-        self.requests = 0
         folder = None if online else web_folder().resolve()
-        handler = _handler(self.trace, folder, self._count)
+        wanted = PUBLIC_UI_PORT if online else port
         try:
-            self._server = ThreadingHTTPServer((LOOPBACK, PUBLIC_UI_PORT if online else port), handler)
+            self._server = _Server(wanted, self.trace, folder)
         except OSError as error:
-            taken = PUBLIC_UI_PORT if online else port
-            raise UsageError(
-                f"port {taken} of {LOOPBACK} can't be used ({error.strerror}); choose another one"
-            ) from error
-        self._server.daemon_threads = True
+            said = f"port {wanted} of {LOOPBACK} can't be used ({error.strerror}); choose another one"
+            raise UsageError(said) from error
         self.port: int = self._server.server_address[1]
         here = f"http://{LOOPBACK}:{self.port}"
         trace_url = f"{here}{_TRACE_PREFIX}{quote(self.trace.name)}"
         commands = quote(json.dumps(startup_commands(), separators=(",", ":")))
         self.url = f"{PUBLIC_UI if online else here}/#!/?url={quote(trace_url, safe='')}&startupCommands={commands}"
 
-    def _count(self) -> None:
-        self.requests += 1
+    @property
+    def requests(self) -> int:
+        """How many files were asked for and served."""
+        return self._server.requests
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         """Answer requests until interrupted, or until `until()` after a request."""
@@ -85,71 +83,79 @@ def startup_commands() -> list[dict[str, object]]:
     return commands + [{"id": "dev.perfetto.RunQueryAndShowTab", "args": [question]} for question in questions]
 
 
-def _handler(trace: Path, folder: Path | None, count: Callable[[], None]) -> type[BaseHTTPRequestHandler]:
-    """A handler class for one trace; without a folder it serves the trace alone, to ui.perfetto.dev only."""
+class _Server(ThreadingHTTPServer):
+    """A server on the loopback interface that knows its one trace; without a folder it serves the trace alone."""
 
-    class Handler(BaseHTTPRequestHandler):
-        server_version = "scaletrace"
-        protocol_version = "HTTP/1.1"
+    daemon_threads = True
 
-        def do_GET(self) -> None:
-            self._answer(with_body=True)
+    def __init__(self, port: int, trace: Path, folder: Path | None) -> None:
+        super().__init__((LOOPBACK, port), _Handler)
+        self.trace, self.folder, self.requests = trace, folder, 0
 
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
 
-        def do_OPTIONS(self) -> None:
-            """Chromium asks before a public page may reach the loopback interface; only ui.perfetto.dev may."""
-            if folder is not None or self.headers.get("Origin") != PUBLIC_UI:
-                self.send_error(HTTPStatus.FORBIDDEN)
-                return
-            self.send_response(HTTPStatus.NO_CONTENT)
-            self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
-            self.send_header("Access-Control-Allow-Private-Network", "true")
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request; the trace goes to ui.perfetto.dev only where the server has no folder."""
+
+    server: _Server
+    server_version = "scaletrace"
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_OPTIONS(self) -> None:
+        """Chromium asks before a public page may reach the loopback interface; only ui.perfetto.dev may."""
+        if self.server.folder is not None or self.headers.get("Origin") != PUBLIC_UI:
+            self.send_error(HTTPStatus.FORBIDDEN)
+            return
+        self.send_response(HTTPStatus.NO_CONTENT)
+        self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
+        self.send_header("Access-Control-Allow-Private-Network", "true")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not logged."""
+
+    def handle_one_request(self) -> None:
+        try:
+            super().handle_one_request()
+        except (BrokenPipeError, ConnectionResetError):  # the browser went away
+            self.close_connection = True
+
+    def _answer(self, with_body: bool) -> None:
+        if self.headers.get("Host", "").rsplit(":", 1)[0] not in (LOOPBACK, "localhost"):
+            self.send_error(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
+            return
+        path, trace = unquote(urlsplit(self.path).path), self.server.trace
+        file = trace if path == _TRACE_PREFIX + trace.name else _inside(self.server.folder, path)
+        if file is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        self.server.requests += 1
+        self._send(file, with_body)
+
+    def _send(self, file: Path, with_body: bool) -> None:
+        try:
+            stream = file.open("rb")
+        except OSError:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        with stream:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", content_type(file))
+            self.send_header("Content-Length", str(file.stat().st_size))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            if self.server.folder is None:
+                self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
+            else:
+                self.send_header("Content-Security-Policy", _POLICY)
             self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Requests are not logged."""
-
-        def _answer(self, with_body: bool) -> None:
-            if self.headers.get("Host", "").rsplit(":", 1)[0] not in (LOOPBACK, "localhost"):
-                self.send_error(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
-                return
-            path = unquote(urlsplit(self.path).path)
-            file = trace if path == _TRACE_PREFIX + trace.name else _inside(folder, path)
-            if file is None:
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            count()
-            self._send(file, with_body)
-
-        def _send(self, file: Path, with_body: bool) -> None:
-            try:
-                stream = file.open("rb")
-            except OSError:
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            with stream:
-                self.send_response(HTTPStatus.OK)
-                self.send_header("Content-Type", content_type(file))
-                self.send_header("Content-Length", str(file.stat().st_size))
-                self.send_header("Cache-Control", "no-store")
-                self.send_header("X-Content-Type-Options", "nosniff")
-                if folder is None:
-                    self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
-                else:
-                    self.send_header("Content-Security-Policy", _POLICY)
-                self.end_headers()
-                if with_body:
-                    shutil.copyfileobj(stream, self.wfile, 1 << 20)
-
-        def handle_one_request(self) -> None:
-            try:
-                super().handle_one_request()
-            except (BrokenPipeError, ConnectionResetError):  # the browser went away
-                self.close_connection = True
-
-    return Handler
+            if with_body:
+                shutil.copyfileobj(stream, self.wfile, 1 << 20)
 
 
 def content_type(file: Path) -> str:

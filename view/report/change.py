@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from scaletrace.view import terminal, units
 from scaletrace.view.report import svg
@@ -87,31 +88,21 @@ def changes(doc: Document) -> Plot | None:
     parts: list[Html] = []
     for row, (change, value) in enumerate(drawn):
         top = svg.TOP + 22 * row
-        name = units.shorten(change.get("what"), 23)
         left, right = sorted((x(0.0), x(value)))
         about = f"{units.clean(change.get('what'), 200)}: {_signed(value)}"
-        parts.append(svg.text(_NAMES + 20, top + 14, name, "end"))
+        parts.append(svg.text(_NAMES + 20, top + 14, units.shorten(change.get("what"), 23), "end"))
         parts.append(svg.rect(left, top + 2, right - left, 17, "f1 edge" if value > 0 else "f2 edge", about))
-    y = svg.Scale(0, 1, height - svg.BOTTOM, svg.TOP)
-    about = "changes along the critical path"
-    drawing = svg.svg(svg.axes(x, y, "change of a step", ""), *parts, about=about, height=height)
-    raw: list[list[Cell]] = [
-        [
-            units.clean(c.get("what")),
-            units.clean(c.get("kind") or "", 60),
-            num(c.get("a_ns")),
-            num(c.get("b_ns")),
-            value,
-        ]
-        for c, value in every
-    ]
-    shown = [
-        [row[0], row[1], *(units.duration(v) for v in row[2:4] if not isinstance(v, str)), _signed(d)]
-        for row, (_, d) in zip(raw, every, strict=True)
-    ]
-    return Plot(
-        "changes",
-        "What changed on the critical path",
-        drawing,
-        Table(["what", "kind", "a_ns", "b_ns", "delta_ns"], raw, shown),
-    )
+    axes = svg.axes(x, svg.Scale(0, 1, height - svg.BOTTOM, svg.TOP), "change of a step", "")
+    drawing = svg.svg(axes, *parts, about="changes along the critical path", height=height)
+    return Plot("changes", "What changed on the critical path", drawing, _change_table(every))
+
+
+def _change_table(every: Sequence[tuple[Mapping[str, Any], float]]) -> Table:
+    raw: list[list[Cell]] = []
+    shown: list[list[object]] = []
+    for change, delta in every:
+        texts: list[Cell] = [units.clean(change.get("what")), units.clean(change.get("kind") or "", 60)]
+        before, after = num(change.get("a_ns")), num(change.get("b_ns"))
+        raw.append([*texts, before, after, delta])
+        shown.append([*texts, units.duration(before), units.duration(after), _signed(delta)])
+    return Table(["what", "kind", "a_ns", "b_ns", "delta_ns"], raw, shown)

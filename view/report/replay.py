@@ -120,6 +120,10 @@ def stragglers(doc: Document) -> Plot | None:
     )
 
 
+_Piece = tuple[float, float, Mapping[str, Any]]
+"""(start_ns, dur_ns, segment) of the critical path."""
+
+
 def path_strip(doc: Document) -> Plot | None:
     """The critical path as a strip in time, by kind, with its shares."""
     path = mapping(doc.get("critical_path"))
@@ -127,49 +131,31 @@ def path_strip(doc: Document) -> Plot | None:
     known = [(start, dur, s) for start, dur, s in segments if start is not None and dur is not None and dur > 0]
     if not known:
         return None
-    begin, end = min(s for s, _, _ in known), max(s + d for s, d, _ in known)
-    x = svg.Scale(
-        0,
-        end - begin,
-        10,
-        svg.WIDTH - 10,
-        ticks=[(t, units.duration(t) if t else "0") for t in svg.nice_ticks(end - begin, 3) if t <= end - begin],
-    )
-    strip = [
-        svg.rect(
-            x(a - begin),
-            30,
-            max(x(b - begin) - x(a - begin), 0.4),
-            44,
-            f"f{_KIND_COLOURS.get(kind, 7)}",
-            f"{kind}: {units.duration(b - a)}",
-        )
-        for a, b, kind in _runs(known, (end - begin) / 900)
-    ]
+    begin, length = min(s for s, _, _ in known), max(s + d for s, d, _ in known) - min(s for s, _, _ in known)
+    ticks = [(t, units.duration(t) if t else "0") for t in svg.nice_ticks(length, 3) if t <= length]
+    x = svg.Scale(0, length, 10, svg.WIDTH - 10, ticks=ticks)
+    strip = []
+    for start, end, kind in _runs(known, length / 900):
+        left, right = x(start - begin), x(end - begin)
+        css = f"f{_KIND_COLOURS.get(kind, 7)}"
+        strip.append(svg.rect(left, 30, max(right - left, 0.4), 44, css, f"{kind}: {units.duration(end - start)}"))
     share = {str(k): v for k, raw in mapping(path.get("share")).items() if (v := num(raw)) is not None and v > 0}
-    keys, room = svg.legend([(_KIND_COLOURS.get(k, 7), f"{k} {units.percent(v)}") for k, v in share.items()], 144)
-    drawing = svg.svg(
-        svg.axes(x, svg.Scale(0, 1, 78, 30), "time along the path", ""),
-        *strip,
-        keys,
-        about="the critical path by kind",
-        height=136 + room,
-    )
+    entries = [(_KIND_COLOURS.get(k, 7), f"{units.shorten(k, 24)} {units.percent(v)}") for k, v in share.items()]
+    keys, room = svg.legend(entries, 144)
+    axes = svg.axes(x, svg.Scale(0, 1, 78, 30), "time along the path", "")
+    drawing = svg.svg(axes, *strip, keys, about="the critical path by kind", height=136 + room)
+    return Plot("path", "Critical path", drawing, _path_table(known, begin))
+
+
+def _path_table(known: Sequence[_Piece], begin: float) -> Table:
+    """Pieces in order of time for the CSV, the longest first for readers."""
     columns = ["rank", "lane", "name", "kind", "start_ns", "dur_ns"]
     raw: list[list[Cell]] = [[_cell(s.get(c)) for c in columns] for _, _, s in known]
-    longest = sorted(known, key=lambda item: -item[1])
-    shown = [
-        [
-            _cell(s.get("rank")),
-            _cell(s.get("lane")),
-            units.shorten(s.get("name"), 90),
-            _cell(s.get("kind")),
-            units.duration(start - begin),
-            units.duration(dur),
-        ]
-        for start, dur, s in longest
-    ]
-    return Plot("path", "Critical path", drawing, Table(columns, raw, shown))
+    shown: list[list[object]] = []
+    for start, dur, s in sorted(known, key=lambda item: -item[1]):
+        where = [_cell(s.get("rank")), _cell(s.get("lane")), units.shorten(s.get("name"), 90), _cell(s.get("kind"))]
+        shown.append([*where, units.duration(start - begin), units.duration(dur)])
+    return Table(columns, raw, shown)
 
 
 def _runs(known: Sequence[tuple[float, float, Mapping[str, Any]]], least: float) -> list[tuple[float, float, str]]:

@@ -174,6 +174,12 @@ def batch_seconds(machine: Machine, training: Training, flop: float, degrees: Fl
     return seconds
 
 
+def layer_seconds(machine: Machine, training: Training, flop: float, degrees: FloatArray) -> tuple[float, float]:
+    """Seconds of one linear layer and micro batch (forward and backward, without latency) and of its reduction."""
+    step, reduction = _layer_resources(machine, training, flop, degrees)
+    return float(step.max(0)[0]), float(reduction.max(0)[0])
+
+
 def _layer_resources(
     machine: Machine, training: Training, flop: float, degrees: FloatArray
 ) -> tuple[FloatArray, FloatArray]:

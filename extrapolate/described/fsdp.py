@@ -20,6 +20,7 @@ class ShardedStep:
     forward_share                 share of compute in the forward: 1/3, or 1/4 with full recomputation
     regather                      parameters are gathered again in the backward (FULL_SHARD, ZeRO-3)
     end_s                         optimizer and norms
+    blocking_s                    tensor-parallel messages of one unit, in forward and again in backward; nothing hides them
     """
 
     units: int
@@ -31,6 +32,7 @@ class ShardedStep:
     forward_share: float = 1 / 3
     regather: bool = True
     accumulation: int = 1
+    blocking_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.units < 1 or self.accumulation < 1:
@@ -58,6 +60,8 @@ def _micro_batch(program: LaneProgram, step: ShardedStep, previous: int | None) 
         window = [(ends[unit - PREFETCHED_UNITS], 0.0)] if unit >= PREFETCHED_UNITS else []
         gathered = program.collective(0, step.gather_s, window, f"all_gather unit {unit}")
         ends.append(program.compute(0, forward, [(gathered, 0.0), (root, 0.0)], f"forward unit {unit}"))
+        if step.blocking_s:
+            ends[-1] = program.fixed(0, step.blocking_s, label=f"tensor parallel, forward unit {unit}")
     done = ends[-1]
     gathered = (
         program.collective(0, step.gather_s, [(done, 0.0)], "all_gather first backward") if step.regather else done
@@ -68,5 +72,7 @@ def _micro_batch(program: LaneProgram, step: ShardedStep, previous: int | None) 
             # The next unit's gather is issued when this unit's backward begins, so it goes before its reduction.
             gathered = program.collective(0, step.gather_s, [(done, 0.0), (needed, 0.0)], f"all_gather unit {unit - 1}")
         done = program.compute(0, backward, [(needed, 0.0)], f"backward unit {unit}")
+        if step.blocking_s:
+            done = program.fixed(0, step.blocking_s, label=f"tensor parallel, backward unit {unit}")
         program.collective(0, step.reduce_s, [(done, 0.0)], f"reduce_scatter unit {unit}")
     return program.collective(0, step.root_reduce_s, [(done, 0.0)], "reduce_scatter root")

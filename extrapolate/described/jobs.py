@@ -211,6 +211,7 @@ def sharded_job(model: Model, layout: Layout, device: Device, regather: bool = T
 
     hbm = device.hbm_share * device.hbm_Bps
     world = GroupShape(layout.world, device.gpus_per_node)
+    message_bytes = layout.micro_batch * (model.seq / layout.cp) * model.hidden * 2
     step = ShardedStep(
         units=model.layers,
         gather_s=gather(unit),
@@ -221,6 +222,7 @@ def sharded_job(model: Model, layout: Layout, device: Device, regather: bool = T
         forward_share=1 / 4 if layout.recompute == "full" else 1 / 3,
         regather=regather,
         accumulation=layout.micro_batches,
+        blocking_s=2 * all_reduce_s(device, message_bytes, GroupShape(layout.tp, device.gpus_per_node)),
     )
     return Job(sharded_program(step).freeze(), device, layout.world, layout.channels)
 

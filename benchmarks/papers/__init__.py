@@ -1,0 +1,1 @@
+"""Turns two papers on scaling into what this project says of the same questions."""

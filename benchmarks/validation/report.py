@@ -1,0 +1,202 @@
+"""Turns the results of all sources into the accuracy page and its plots."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from benchmarks.common import table
+from benchmarks.validation.result import Gate, Result, Verdict
+from benchmarks.validation.svg import plot
+
+PEERS = (
+    ("Lumos", "replay 3.3 % on 512 H100; scale-out 4.2 %", "self-reported"),
+    ("Charon", "below 3.74 % beyond 10,000 GPUs", "self-reported, abstract"),
+    ("Multiverse", "below 3.0 % on 54,000 GPUs", "self-reported, abstract"),
+    ("SimAI (packets)", "98.1 % alignment", "self-reported, abstract"),
+    ("Maya", "below 5 % on 64 H100", "self-reported"),
+    ("Echo", "7 to 9 % on 96 H800", "self-reported"),
+    ("vTrain", "8.37 % on one node, 14.73 % on many", "self-reported"),
+    ("Calculon", "3.65 % mean, 8.87 % worst on 8 points", "re-run"),
+    ("dPRO; Proteus; FlexFlow; AMPeD", "14 %; 23 to 25 %; 23 to 37 %; 2 to 3 ×", "re-tested by others"),
+)
+
+ELSEWHERE = (
+    (
+        "real multi-rank GPU traces, strict identity",
+        "1 % a step, 3 % at worst",
+        "benchmarks of replay; no published table",
+    ),
+    ("the same, across steps", "3 % or the host's own variation", "benchmarks of replay; no published table"),
+    ("emulated cluster (own runs at N = 2, 4, 8)", "5 %", "benchmarks of the emulated cluster"),
+)
+"""Gates of the same list that need traces or a run of one's own, and are kept by other benchmarks."""
+
+MANY = 40
+"""Sources with more predictions than this show quantiles instead of every row."""
+
+
+def page(results: Sequence[Result], made: str, seconds: float, missing: Sequence[str] = ()) -> str:
+    """The whole page as Markdown."""
+    gates = [gate for result in results for gate in result.gates]
+    counts = Counter(gate.verdict for gate in gates)
+    summary = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
+    parts = [
+        "# Accuracy: predictions against published measurements",
+        "Written by `make validate` (`python -P benchmarks/validate.py`): do not edit by hand.",
+        f"{made}; {seconds:.0f} CPU seconds.",
+        _INTRODUCTION,
+        f"## Gates\n\n{summary}.\n\n{gate_table(gates)}",
+        _missed(gates),
+        "## Gates kept elsewhere\n\n" + table(["gate", "bound", "where"], ELSEWHERE),
+        "## Distribution of errors\n\nRelative error of each prediction, in percent.\n\n" + _distribution(results),
+        "![predicted against measured](validation-scatter.svg)",
+        "## What peers report\n\nOf their own tools, on their own data; only vTrain's and Lumos' tables are also ours.\n\n"
+        + table(["tool", "error", "by whom"], PEERS),
+        "## Sources",
+        *(_source(result) for result in results),
+    ]
+    if missing:
+        parts.insert(4, "**Not checked here, their tables are absent:** " + ", ".join(missing) + ".")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+_INTRODUCTION = """Every row below that is called a prediction was predicted without any number fitted to it.
+Rows that may be fitted and rows that are predicted are two types (`FitRow`, `HeldOutRow` in `benchmarks/validation/rows.py`):
+a held-out row shows its configuration and gives up its measurement only together with a prediction.
+Constants that are not a run's own evidence are the same for all sources of a device and stand with their derivation in
+`extrapolate/described/constants.py`; structural facts of a job (channels, NICs, overlap, types, who owns which tensor) are
+part of its description. The tables are public and are not copied here."""
+
+
+def gate_table(gates: Sequence[Gate]) -> str:
+    """All gates: figure, bound, goal, verdict, naive baseline."""
+    rows = [
+        [
+            gate.source,
+            gate.name,
+            _figure(gate),
+            _bound(gate, gate.bound),
+            _bound(gate, gate.goal),
+            gate.verdict.value,
+            gate.baseline,
+        ]
+        for gate in gates
+    ]
+    return table(["source", "gate", "figure", "must hold", "goal", "verdict", "naive baseline or peer"], rows)
+
+
+def _figure(gate: Gate) -> str:
+    return (
+        f"{gate.figure:.3g} {gate.unit}".strip() if abs(gate.figure) < 100 else f"{gate.figure:.0f} {gate.unit}".strip()
+    )
+
+
+def _bound(gate: Gate, value: float) -> str:
+    sign = "≥" if gate.at_least else "≤"
+    return f"{sign} {value:g} {gate.unit}".strip()
+
+
+def _missed(gates: Sequence[Gate]) -> str:
+    lines = [
+        f"- **{gate.source}, {gate.name}** ({gate.verdict.value}, {_figure(gate)} against {_bound(gate, gate.bound)}): {gate.reason}."
+        for gate in gates
+        if gate.reason and gate.verdict in (Verdict.MISSED, Verdict.REPORTED)
+    ]
+    return "### Missed or only reported, and why\n\n" + "\n".join(lines) if lines else ""
+
+
+def _distribution(results: Sequence[Result]) -> str:
+    rows = []
+    for result in results:
+        errors = 100 * np.array([row.error for row in result.scored if math.isfinite(row.error)])
+        if not len(errors):
+            continue
+        low, middle, high = np.percentile(errors, (5, 50, 95))
+        spread = f"{np.mean(np.abs(errors)):.1f}"
+        rows.append(
+            [
+                result.title,
+                len(errors),
+                spread,
+                f"{low:+.1f}",
+                f"{middle:+.1f}",
+                f"{high:+.1f}",
+                f"{errors[np.argmax(np.abs(errors))]:+.1f}",
+            ]
+        )
+    return table(["source", "predictions", "mean of magnitude", "5th", "median", "95th percentile", "worst"], rows)
+
+
+def _source(result: Result) -> str:
+    fitted = "; ".join(result.fitted) if result.fitted else "nothing"
+    parts = [f"### {result.title}", f"Fitted: {fitted}. Predicted: {len(result.scored)} rows ({result.unit})."]
+    parts += [f"- {note}" for note in result.notes]
+    if len(result.scored) <= MANY:
+        rows = [
+            [
+                row.label,
+                f"{row.measured:.5g}",
+                f"{row.predicted:.5g}",
+                f"{100 * row.error:+.1f} %",
+                _percent(row.baseline_error),
+            ]
+            for row in result.scored
+        ]
+        parts.append(table(["predicted row", "measured", "predicted", "error", "baseline's error"], rows))
+    for title, heads, lines in result.tables:
+        parts.append(f"{title}:\n\n{table(list(heads), [list(line) for line in lines])}")
+    return "\n\n".join(_joined(parts))
+
+
+def _joined(parts: Sequence[str]) -> list[str]:
+    """Bullet points in a row belong to one block."""
+    out: list[str] = []
+    for part in parts:
+        if part.startswith("- ") and out and out[-1].startswith("- "):
+            out[-1] += "\n" + part
+        else:
+            out.append(part)
+    return out
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.1f} %" if math.isfinite(value) else ""
+
+
+def plots(results: Sequence[Result]) -> Mapping[str, str]:
+    """File name → SVG: predicted against measured, normalised by source, and step times over size."""
+    series = {
+        result.title.split(",")[0]: [
+            (100.0 * i / max(1, len(result.scored) - 1), 100 * row.error) for i, row in enumerate(result.scored)
+        ]
+        for result in results
+        if result.unit != "change in throughput" and len(result.scored) > 1
+    }
+    absolute = {
+        result.title.split(",")[0]: [(row.measured, row.predicted) for row in result.scored]
+        for result in results
+        if result.unit == "step time, s"
+    }
+    return {
+        "validation-errors.svg": plot(
+            "Error of each prediction, in the order of its table",
+            "position in its table, %",
+            "error, %",
+            series,
+            marks_only=True,
+        ),
+        "validation-scatter.svg": plot(
+            "Step time, predicted against measured",
+            "measured, s",
+            "predicted, s",
+            absolute,
+            log_x=True,
+            log_y=True,
+            marks_only=True,
+            diagonal=True,
+        ),
+    }

@@ -13,13 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaletrace.jit import jit
-from scaletrace.parse.events import IntArray
+from scaletrace.parse.events import BoolArray, IntArray
 
 UNPLACED = -1
 _BRUTE_FORCE = 4_000_000
 _MAX_SHIFTS = 64
 _NEARLY_ALL = 0.9
 _CLEARLY_MORE = 1.25
+_NEAR_NS = 200_000
+"""Kernels of one collective end within tens of microseconds; those that follow each other seldom do."""
+_FAR_NS = 5_000_000
+_WINDOWS_NS = (10_000, 50_000, 200_000)
+_NEARLY_ALL_IN_TIME = 0.97
+_SAMPLES = 64
 _DECISIVE = 5.0
 """How many times better the ends of members must move together to outweigh where the last step ends."""
 
@@ -93,11 +99,19 @@ def align_with_gaps(
     label_a: IntArray,
     size_a: IntArray,
     step_a: IntArray,
+    end_a: IntArray,
     label_b: IntArray,
     size_b: IntArray,
     step_b: IntArray,
+    end_b: IntArray,
+    near_ns: int,
+    far_ns: int,
 ) -> IntArray:
-    """Position in a of every element of b, -1 where it has none: the common subsequence that agrees most in steps."""
+    """Position in a of every element of b, -1 where it has none: the common subsequence that agrees most.
+
+    Equal names and sizes are required, equal steps and ends within `near_ns` preferred, other steps and ends farther
+    apart than `far_ns` forbidden. `far_ns` 0 leaves times out of it; else both ends are on one clock.
+    """
     n, m = len(label_a), len(label_b)
     best = np.zeros((n + 1, m + 1), np.int32)
     for i in range(n - 1, -1, -1):
@@ -107,6 +121,9 @@ def align_with_gaps(
                 gain = 2
                 if step_a[i] >= 0 and step_b[j] >= 0:
                     gain = 4 if step_a[i] == step_b[j] else -100
+                if far_ns > 0:
+                    apart = abs(end_a[i] - end_b[j])
+                    gain += 4 if apart <= near_ns else (0 if apart <= far_ns else -100)
                 value = max(value, best[i + 1, j + 1] + gain)
             best[i, j] = value
     out = np.full(m, -1, np.int64)
@@ -185,8 +202,7 @@ def _gap_explains_more(a: Sequence_, b: Sequence_, overlap: int) -> bool:
     shorter = min(len(a), len(b))
     if overlap >= _NEARLY_ALL * shorter or len(a) * len(b) > _BRUTE_FORCE:
         return False
-    found = align_with_gaps(a.label, a.size, a.step, b.label, b.size, b.step)
-    return int(np.sum(found != UNPLACED)) >= _CLEARLY_MORE * overlap
+    return int(np.sum(_gapped(a, b) != UNPLACED)) >= _CLEARLY_MORE * overlap
 
 
 def _shift_of_ends(a: Sequence_, b: Sequence_) -> int | None:
@@ -213,68 +229,123 @@ def place(sequences: Sequence[Sequence_]) -> Placed:
     """
     order = sorted(range(len(sequences)), key=lambda k: (-len(sequences[k]), sequences[k].rank))
     line = sequences[order[0]]
-    origin, ambiguous, gaps = 0, 0, 0
+    ambiguous, gaps = 0, 0
     positions: dict[int, IntArray] = {order[0]: np.arange(len(line), dtype=np.int64)}
-    spare = 2**40  # elements that fit nowhere get positions of their own
     for k in order[1:]:
-        other = sequences[k]
-        shift, unsure, broken = best_shift(line, other)
-        ambiguous += unsure
-        if broken:
-            gaps += 1
-            at = _with_gaps(line, other, shift)
-            lost = at == UNPLACED
-            at = at + origin
-            at[lost] = spare + np.arange(int(lost.sum()))
-            spare += int(lost.sum())
-            positions[k] = at
-            continue
-        at = np.arange(len(other), dtype=np.int64) + (shift or 0)
-        positions[k] = at + origin
-        line, moved = _extend(line, other, shift or 0)
-        origin -= moved
+        at, unsure, broken = _onto(line, sequences[k])
+        ambiguous, gaps = ambiguous + unsure, gaps + broken
+        line, moved, own = _merge(line, sequences[k], at)
+        positions = {rank: moved[place] for rank, place in positions.items()}
+        positions[k] = own
     return Placed(tuple(positions[k] for k in range(len(sequences))), ambiguous, gaps)
 
 
-def _with_gaps(a: Sequence_, b: Sequence_, shift: int | None) -> IntArray:
-    if len(a) * len(b) <= _BRUTE_FORCE:
-        return align_with_gaps(a.label, a.size, a.step, b.label, b.size, b.step)
-    if shift is None:
-        return np.full(len(b), UNPLACED, np.int64)
-    at = np.arange(len(b), dtype=np.int64) + shift
-    inside = (at >= 0) & (at < len(a))
-    fits = np.zeros(len(b), bool)
-    i = at[inside]
-    fits[inside] = (a.label[i] == b.label[inside]) & (
-        (a.size[i] < 0) | (b.size[inside] < 0) | (a.size[i] == b.size[inside])
-    )
-    return np.where(fits | ~inside, at, UNPLACED)
+def _onto(a: Sequence_, b: Sequence_) -> tuple[IntArray, bool, bool]:
+    """(index in a of every element of b, UNPLACED where it has none; whether that is in doubt; whether there are gaps)."""
+    shift, unsure, broken = best_shift(a, b)
+    at = np.arange(len(b), dtype=np.int64) + (shift or 0)
+    at[(at < 0) | (at >= len(a))] = UNPLACED
+    if broken:
+        at = _gapped(a, b) if len(a) * len(b) <= _BRUTE_FORCE else np.where(_agree(a, b, at), at, UNPLACED)
+    if not (a.tight and b.tight):
+        return at, unsure, broken
+    if not broken and _in_time(a, b, at, _own_offset(a, b, at)) >= _NEARLY_ALL_IN_TIME * np.sum(at != UNPLACED):
+        return at, unsure, broken
+    offset = _offset(a, b)
+    timed = _gapped(a, b, offset) if len(a) * len(b) <= _BRUTE_FORCE else _nearest(a, b, offset)
+    if _in_time(a, b, timed, offset) > _in_time(a, b, at, offset):
+        return timed, False, True
+    return at, unsure, broken
 
 
-def _extend(line: Sequence_, other: Sequence_, shift: int) -> tuple[Sequence_, int]:
-    """The line with what `other` has beyond its ends and with its sizes and steps where the line lacks them.
+def _gapped(a: Sequence_, b: Sequence_, offset: int | None = None) -> IntArray:
+    end_b, far = (b.end_ns, 0) if offset is None else (b.end_ns + offset, _FAR_NS)
+    return align_with_gaps(a.label, a.size, a.step, a.end_ns, b.label, b.size, b.step, end_b, _NEAR_NS, far)
 
-    Returns also by how much the line grew at its beginning.
+
+def _agree(a: Sequence_, b: Sequence_, at: IntArray) -> BoolArray:
+    """Which elements of b have the name and size of their element of a."""
+    i = np.maximum(at, 0)
+    sizes = (a.size[i] < 0) | (b.size < 0) | (a.size[i] == b.size)
+    return np.asarray((at != UNPLACED) & (a.label[i] == b.label) & sizes, np.bool_)
+
+
+def _in_time(a: Sequence_, b: Sequence_, at: IntArray, offset: int) -> int:
+    """How many elements of b agree with theirs of a in name, size and end."""
+    near = np.abs(a.end_ns[np.maximum(at, 0)] - b.end_ns - offset) <= _NEAR_NS
+    return int(np.sum(_agree(a, b, at) & near))
+
+
+def _own_offset(a: Sequence_, b: Sequence_, at: IntArray) -> int:
+    """The clock difference (a minus b) that this placement implies."""
+    placed = at != UNPLACED
+    return int(np.median(a.end_ns[at[placed]] - b.end_ns[placed])) if placed.any() else 0
+
+
+def _offset(a: Sequence_, b: Sequence_) -> int:
+    """The clock difference (a minus b) at which most ends of equally named elements meet."""
+    some = np.unique(np.linspace(0, len(b) - 1, _SAMPLES).astype(np.int64))
+    same = a.label[None, :] == b.label[some][:, None]
+    same &= (a.step[None, :] < 0) | (b.step[some][:, None] < 0) | (a.step[None, :] == b.step[some][:, None])
+    apart = np.sort((a.end_ns[None, :] - b.end_ns[some][:, None])[same])
+    if not len(apart):
+        return 0
+    together = np.zeros(len(apart), np.int64)
+    for window in _WINDOWS_NS:  # summed, so that a sharp peak beats a broad one of as many
+        together += np.searchsorted(apart, apart + window, side="right") - np.searchsorted(apart, apart - window)
+    return int(apart[np.argmax(together)])
+
+
+def _nearest(a: Sequence_, b: Sequence_, offset: int) -> IntArray:
+    """For each element of b the one of a with its name that ends nearest, if near enough; for long sequences."""
+    out = np.full(len(b), UNPLACED, np.int64)
+    for label in np.unique(b.label).tolist():
+        mine, theirs = np.flatnonzero(b.label == label), np.flatnonzero(a.label == label)
+        if not len(theirs):
+            continue
+        ends, wanted = a.end_ns[theirs], b.end_ns[mine] + offset
+        high = np.clip(np.searchsorted(ends, wanted), 1, len(ends) - 1) if len(ends) > 1 else np.zeros(len(mine), int)
+        low = np.maximum(high - 1, 0)
+        pick = np.where(np.abs(ends[high] - wanted) < np.abs(ends[low] - wanted), high, low)
+        near = np.abs(ends[pick] - wanted) <= _NEAR_NS
+        out[mine[near]] = theirs[pick[near]]
+    out[~_agree(a, b, out)] = UNPLACED
+    placed = np.flatnonzero(out != UNPLACED)
+    # an element of a serves one of b, and order is kept
+    keep = out[placed] > np.maximum.accumulate(np.r_[-1, out[placed][:-1]]) if len(placed) else placed
+    out[placed[~keep]] = UNPLACED
+    return out
+
+
+def _merge(line: Sequence_, other: Sequence_, at: IntArray) -> tuple[Sequence_, IntArray, IntArray]:
+    """(the line with the elements that only `other` has, new index of each old element, index of each of `other`).
+
+    What the line does not know of size and step is filled in.
     """
-    before, after = max(0, -shift), max(0, len(other) + shift - len(line))
-    low, high = max(0, shift), min(len(line), len(other) + shift)
-    overlap = slice(low - shift, high - shift)
-    offset = np.int64(np.median(line.end_ns[low:high] - other.end_ns[overlap]))
+    placed = at != UNPLACED
+    before = np.maximum.accumulate(np.where(placed, at, -1)) if len(at) else at
+    new = np.flatnonzero(~placed)
+    key = np.concatenate([np.arange(len(line)), before[new] + 0.5])
+    order = np.argsort(key, kind="stable")
+    index = np.empty(len(order), np.int64)
+    index[order] = np.arange(len(order))
+    own = np.empty(len(other), np.int64)
+    own[placed], own[new] = index[at[placed]], index[len(line) :]
+    gap = line.end_ns[at[placed]] - other.end_ns[placed]
+    shift = np.int64(np.median(gap)) if len(gap) else np.int64(0)
+    size, step = line.size.copy(), line.step.copy()
+    for mine, theirs in ((size, other.size), (step, other.step)):
+        mine[at[placed]] = np.where(mine[at[placed]] < 0, theirs[placed], mine[at[placed]])
 
-    def grown(mine: IntArray, theirs: IntArray, fill: bool) -> IntArray:
-        middle = mine.copy()
-        if fill:
-            middle[low:high] = np.where(mine[low:high] < 0, theirs[overlap], mine[low:high])
-        return np.concatenate([theirs[:before], middle, theirs[len(theirs) - after :]])
+    def merged(mine: IntArray, theirs: IntArray) -> IntArray:
+        return np.asarray(np.concatenate([mine, theirs[new]])[order], np.int64)
 
-    return (
-        Sequence_(
-            line.rank,
-            grown(line.label, other.label, False),
-            grown(line.size, other.size, True),
-            grown(line.step, other.step, True),
-            grown(line.end_ns, other.end_ns + offset, False),
-            line.tight,
-        ),
-        before,
+    whole = Sequence_(
+        line.rank,
+        merged(line.label, other.label),
+        merged(size, other.size),
+        merged(step, other.step),
+        merged(line.end_ns, other.end_ns + shift),
+        line.tight,
     )
+    return whole, index[: len(line)], own

@@ -34,6 +34,7 @@ SOURCES = (
     "nanotron",
     "collectives_fig2",
     "papers",
+    "traces",
 )
 """Modules of benchmarks/validation, each with `results(tables)`."""
 

@@ -26,14 +26,12 @@ PEERS = (
 
 ELSEWHERE = (
     (
-        "real multi-rank GPU traces, strict identity",
-        "1 % a step, 3 % at worst",
-        "benchmarks of replay; no published table",
+        "emulated cluster (own runs at N = 2, 4, 8), fit on the smallest",
+        "5 %",
+        "`benchmarks/cluster/run.py`, in benchmarks/results",
     ),
-    ("the same, across steps", "3 % or the host's own variation", "benchmarks of replay; no published table"),
-    ("emulated cluster (own runs at N = 2, 4, 8)", "5 %", "benchmarks of the emulated cluster"),
 )
-"""Gates of the same list that need traces or a run of one's own, and are kept by other benchmarks."""
+"""Gates of the same list that need a run of one's own, and are kept by other benchmarks."""
 
 MANY = 40
 """Sources with more predictions than this show quantiles instead of every row."""
@@ -53,7 +51,7 @@ def page(results: Sequence[Result], made: str, seconds: float, missing: Sequence
         _missed(gates),
         "## Gates kept elsewhere\n\n" + table(["gate", "bound", "where"], ELSEWHERE),
         "## Distribution of errors\n\nRelative error of each prediction, in percent.\n\n" + _distribution(results),
-        "![predicted against measured](validation-scatter.svg)",
+        "![predicted against measured](validation-scatter.svg)\n\n![errors by table](validation-errors.svg)",
         "## What peers report\n\nOf their own tools, on their own data; only vTrain's and Lumos' tables are also ours.\n\n"
         + table(["tool", "error", "by whom"], PEERS),
         "## Sources",

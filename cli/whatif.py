@@ -35,8 +35,11 @@ def whatif(
         ),
     ] = False,
     arbitrate: Annotated[
-        bool, typer.Option("--arbitrate", help="Let kernels that fill the GPU hold back others at run time.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--arbitrate/--measured-order", help="Let kernels that fill the GPU hold back others at run time."
+        ),
+    ] = True,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Write the files, print nothing.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,

@@ -114,10 +114,11 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
 
 
 def _add_groups(draft: Draft, job: Job) -> dict[int, int]:
-    index = {}
+    index, host = {}, {trace.rank: trace.host for trace in job.ranks}
     for group in job.groups:
         index[group.id] = len(draft.groups)
-        draft.groups.append(GraphGroup(group.axis, group.size, group.stride, 1, group.description))
+        nodes = len({host[rank] for rank in group.members if host.get(rank)}) or 1
+        draft.groups.append(GraphGroup(group.axis, group.size, group.stride, nodes, group.description))
     return index
 
 

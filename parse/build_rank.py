@@ -30,7 +30,17 @@ from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.host import LAUNCHES, Call, Calls, find_calls, layers_at, op_spans, step_of, thread_name
+from scaletrace.parse.host import (
+    LAUNCHES,
+    Call,
+    Calls,
+    find_calls,
+    layers_at,
+    loader_spans,
+    op_spans,
+    step_of,
+    thread_name,
+)
 from scaletrace.parse.job import RankTrace
 from scaletrace.parse.streams import CONTRADICTED_NS, Kernels, infer_streams
 from scaletrace.parse.syncs import UNEXPLAINED, SyncEdges, infer_syncs
@@ -186,15 +196,22 @@ def _host_kinds(slots: _Slots) -> npt.NDArray[np.uint8]:
     return kind
 
 
-def _host_names(draft: Draft, events: Events, calls: Calls, order: IntArray) -> Int32Array:
-    """Names of the slots: the operator that the host was in when it came to the call, and twice the call."""
+def _host_names(
+    draft: Draft, events: Events, calls: Calls, order: IntArray, gap: IntArray
+) -> tuple[Int32Array, BoolArray]:
+    """Names of the slots: the operator that the host was in when it came to the call, and twice the call.
+
+    Also which of the first slots are spent on fetching a batch; they are named after the data loader.
+    """
     names = np.empty((len(order), 3), np.int32)
     names[:, 1] = draft.name_codes(events.strings, events.name[calls.row[order]])
     names[:, 2] = names[:, 1]
     op = op_spans(events).at(calls.thread[order], calls.start_ns[order])
+    loader = loader_spans(events).at(calls.thread[order], calls.start_ns[order] - gap // 2)
+    op = np.where(loader >= 0, loader, op)
     names[:, 0] = draft.name_codes(events.strings, np.where(op >= 0, events.name[np.maximum(op, 0)], -1))
     names[:, 0][op < 0] = draft.name("between operators")
-    return names
+    return names, loader >= 0
 
 
 def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32Array, layer: Int32Array) -> HostNodes:
@@ -213,6 +230,7 @@ def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32A
     event = np.repeat(calls.row[order], 3).reshape(c, 3)
     event[:, 0] = -1
     mask = slots.present.ravel()
+    names, loading = _host_names(draft, events, calls, order, slots.dur[:, 0])
     ids = draft.add_nodes(
         int(mask.sum()),
         dur_ns=slots.dur.ravel()[mask],
@@ -220,7 +238,7 @@ def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32A
         kind=_host_kinds(slots).ravel()[mask],
         rank=rank.trace.rank,
         lane=np.repeat(np.array([lanes[int(t)] for t in thread], np.int32), 3)[mask],
-        name=_host_names(draft, events, calls, order).ravel()[mask],
+        name=names.ravel()[mask],
         step=np.repeat(call_step[order], 3)[mask],
         layer=np.repeat(layer[order], 3)[mask],
         event=event.ravel()[mask],
@@ -232,7 +250,7 @@ def _add_host(draft: Draft, rank: RankInput, parts: RankParts, call_step: Int32A
     table = flat.reshape(c, 3)
     back = np.empty(c, np.int64)
     back[order] = np.arange(c)
-    _program_edges(draft, table, mask, slots.first, slots.before, thread)
+    _program_edges(draft, table, mask, slots.first, slots.before, thread, loading)
     over = np.where(slots.waits, table[:, 2], table[:, 1])
     return HostNodes(table[:, 1][back], over[back], slots.dur[:, 1][back])
 
@@ -249,7 +267,13 @@ def _lead(events: Events, threads: Int32Array, start: IntArray) -> IntArray:
 
 
 def _program_edges(
-    draft: Draft, table: Int32Array, mask: BoolArray, first: BoolArray, before: IntArray, thread: Int32Array
+    draft: Draft,
+    table: Int32Array,
+    mask: BoolArray,
+    first: BoolArray,
+    before: IntArray,
+    thread: Int32Array,
+    loading: BoolArray,
 ) -> None:
     """Chain all nodes of one thread of control; a call that starts before the last one is over keeps a negative lag."""
     c = len(first)
@@ -266,8 +290,9 @@ def _program_edges(
     lag = np.where(crossing, np.minimum(before[of_call[dst]], 0), 0)
     changed = np.zeros(c, np.bool_)
     changed[1:] = thread[1:] != thread[:-1]
-    hand = crossing & changed[of_call[dst]]
-    for kind, pick in ((EdgeKind.PROGRAM, ~hand), (EdgeKind.HAND_OVER, hand)):
+    fetch = crossing & loading[of_call[dst]] & has_gap[of_call[dst]]
+    hand = crossing & changed[of_call[dst]] & ~fetch
+    for kind, pick in ((EdgeKind.PROGRAM, ~hand & ~fetch), (EdgeKind.HAND_OVER, hand), (EdgeKind.DATALOADER, fetch)):
         draft.add_edges(ids[dst[pick] - 1], ids[dst[pick]], lag[pick], kind, EdgeSource.ORDER)
 
 

@@ -15,6 +15,7 @@ from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS, PYTHON_CATS, RUNTIME
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, ByteArray, Events, Int32Array, IntArray
 from scaletrace.parse.health import Health
 
+LOADER = "enumerate(DataLoader)"
 _MODULE = re.compile(r"nn\.Module: (?P<module>[\w.]+)$|\((?P<path>[a-z_][\w]*(\.[\w]+)+)\)$", re.IGNORECASE)
 """A module in an annotation or frame: `nn.Module: Linear_3`, `FSDP::all_gather (blocks.0)`."""
 
@@ -204,6 +205,12 @@ def layers_at(draft: Draft, events: Events, lane: Int32Array, time_ns: IntArray)
     for code, path in found.items():
         table[code] = draft.layer(path)
     return np.where(row >= 0, table[events.name[np.maximum(row, 0)]], -1).astype(np.int32)
+
+
+def loader_spans(events: Events) -> Spans:
+    """The time in which each thread fetches the next batch (`enumerate(DataLoader)#…`)."""
+    codes = [code for code, text in enumerate(events.strings) if text.startswith(LOADER)]
+    return spans_of(events, np.isin(events.name, codes) & events.in_cats(*OP_CATS, *ANNOTATION_CATS))
 
 
 def thread_name(events: Events, lane: int) -> str:

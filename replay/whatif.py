@@ -49,10 +49,10 @@ class WhatIf:
         return self.before.makespan_ns / self.after.makespan_ns if self.after.makespan_ns else float("inf")
 
 
-def whatif(graph: Graph, rules: Sequence[str | Rule], *, arbitrate: bool = False, slowdown: bool = False) -> WhatIf:
+def whatif(graph: Graph, rules: Sequence[str | Rule], *, arbitrate: bool = True, slowdown: bool = False) -> WhatIf:
     """Replay `graph` as it is and with `rules`.
 
-    arbitrate  let full-GPU kernels hold back others at run time instead of by measured order
+    arbitrate  let full-GPU kernels hold back others at run time, before and after, instead of by measured order
     slowdown   remove what kernels lost to overlapped communication before the change, and add what they lose after it
     Raises UsageError for a rule that selects nothing.
     """

@@ -15,9 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from scaletrace.errors import InputError, UsageError
+from scaletrace.errors import UsageError
 from scaletrace.view.sql import PREPARED, VIEWS
-from scaletrace.view.webui import web_folder
+from scaletrace.view.webui import trace_file, web_folder
 
 LOOPBACK = "127.0.0.1"
 PUBLIC_UI = "https://ui.perfetto.dev"
@@ -41,9 +41,7 @@ class TraceServer:
     """
 
     def __init__(self, trace: str | Path, port: int = 0, online: bool = False) -> None:
-        self.trace = Path(trace)
-        if not self.trace.is_file():
-            raise InputError(f"{self.trace}: no such file; write one with `scaletrace replay`")
+        self.trace = trace_file(trace)
         folder = None if online else web_folder().resolve()
         wanted = PUBLIC_UI_PORT if online else port
         try:

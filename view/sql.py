@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from scaletrace.errors import InputError, UsageError
 from scaletrace.view.wasm import Cell, WasmProcessor, sql_complaint
-from scaletrace.view.webui import trace_processor_wasm
+from scaletrace.view.webui import trace_file, trace_processor_wasm
 
 VIEWS = """
 CREATE VIEW st_slice AS
@@ -105,9 +105,7 @@ def open_trace(path: str | Path, binary: str | Path | None = None) -> Processor:
     `binary` names a trace_processor_shell; without one, what is on this machine is used, else the WebAssembly build.
     Raises InputError for a file that can't be read, MissingExtraError where neither engine is installed.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"{file}: no such file; write one with `scaletrace replay`")
+    file = trace_file(path)
     if file.stat().st_size == 0:
         raise InputError(f"{file}: the file is empty")
     if binary is not None and not Path(binary).is_file():

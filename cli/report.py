@@ -27,9 +27,14 @@ def report(
     Example: scaletrace report runs/8gpu curve.json -o report.html --plots figures --format svg,png
     """
     with exit_codes(debug):
+        from scaletrace.view.progress import progress
         from scaletrace.view.report import write_plots, write_report
 
-        answers = [read_answer(path) for path in paths]
+        answers = []
+        with progress("reading", err) as advance:
+            for done, path in enumerate(paths):
+                advance(done, len(paths), f"reading {Path(path).name}")
+                answers.append(read_answer(path))
         try:
             page = write_report(output, answers, title)
             kinds = [kind.strip() for kind in formats.split(",") if kind.strip()]

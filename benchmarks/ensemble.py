@@ -169,7 +169,7 @@ def compare(case: Case, noise: Noise, label: str, ranks: int) -> tuple[list[str]
     truth, unsure = float(np.mean(values)), float(np.std(values) / np.sqrt(len(values)))
     full = (time.process_time() - began) / len(values)
     folded = case.graph()
-    repeats = 1 if noise.tail == "normal" else 8
+    repeats = 1 if noise.tail == "normal" else 6
     expected_step_ns(folded, Population(8), noise)
     began = time.process_time()
     answers = [expected_step_ns(folded, population, noise, seed=seed) / STEP_NS for seed in range(repeats)]

@@ -26,8 +26,8 @@ INNER_SAMPLES, OUTER_SAMPLES = 8, 32
 NOISE_ROWS = 1024
 CELLS = 1 << 25
 """Most (node, column) pairs of a sweep over ranks one by one: 256 MiB."""
-LEAST_COLUMNS = 1 << 13
-"""Ranks that a sweep of a heavy-tailed population simulates at least in all its repetitions."""
+LEAST_COLUMNS, LEAST_REPEATS = 1 << 13, 4
+"""Ranks that the repetitions of a heavy-tailed population simulate at least in all, and how many there are at least."""
 TAIL_SHARE = 0.005
 """Share of the standardised arrivals that a tail is fitted to; below it the sample itself is used."""
 
@@ -247,7 +247,7 @@ def _heavy_step_ns(graph: Reduced, population: Population, noise: Noise, seed: i
         scores = shapes[:filled].ravel()
         if filled:
             boost = max(1.0, _tail_gain(scores, population.outer) / _tail_gain(scores, shown.outer))
-    repeats = max(1, LEAST_COLUMNS // shown.ranks)
+    repeats = max(LEAST_REPEATS, LEAST_COLUMNS // shown.ranks)
     return float(
         np.mean([_one_by_one(graph, shown, noise, seed + i, boost, np.zeros((0, 1)))[0] for i in range(repeats)])
     )

@@ -39,7 +39,7 @@ def query(
 ) -> None:
     """Ask a trace in SQL, offline, through Perfetto's trace processor.
 
-    Beside Perfetto's tables (slice, flow, counter, args, …) there are the views st_slice, st_comm and st_path.
+    Beside Perfetto's tables (slice, flow, counter, args, …) there are the views st_slice, st_comm, st_counter and st_path.
 
     Example: scaletrace query replay.pftrace "SELECT rank, SUM(wait_ns)/1e6 AS ms FROM st_comm GROUP BY rank"
     """

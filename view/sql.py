@@ -1,7 +1,7 @@
 """Turns a trace file and SQL into rows, through Perfetto's trace processor: a binary where there is one, else WebAssembly.
 
 Views for our own traces stand ready: `st_slice` (rank, lane, timeline and arguments as columns), `st_comm` (one row a
-collective member) and `st_path` (the pieces of the critical path).
+collective member), `st_counter` (counters with durations) and `st_path` (the pieces of the critical path).
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ SELECT *, EXTRACT_ARG(arg_set_id, 'debug.collective') AS collective, EXTRACT_ARG
        EXTRACT_ARG(arg_set_id, 'debug.instance') AS instance,
        EXTRACT_ARG(arg_set_id, 'debug.wait_ns') AS wait_ns, EXTRACT_ARG(arg_set_id, 'debug.transfer_ns') AS transfer_ns
 FROM st_slice WHERE category = 'comm';
+CREATE VIEW st_counter AS
+SELECT CAST(SUBSTR(g.name, 6) AS INT) AS rank,
+       REPLACE(REPLACE(t.name, ' (measured)', ''), ' (projected)', '') AS name,
+       CASE WHEN t.name GLOB '* (measured)' THEN 'measured'
+            WHEN t.name GLOB '* (projected)' THEN 'projected' ELSE 'replayed' END AS timeline,
+       c.ts, LEAD(c.ts) OVER (PARTITION BY c.track_id ORDER BY c.ts) - c.ts AS dur, c.value
+FROM counter c JOIN track t ON c.track_id = t.id JOIN track g ON t.parent_id = g.id
+WHERE g.name GLOB 'rank [0-9]*';
 CREATE VIEW st_path AS
 SELECT s.ts, s.dur, s.name, EXTRACT_ARG(s.arg_set_id, 'debug.what') AS what, EXTRACT_ARG(s.arg_set_id, 'debug.why') AS why,
        EXTRACT_ARG(s.arg_set_id, 'debug.rank') AS rank, EXTRACT_ARG(s.arg_set_id, 'debug.lane') AS lane
@@ -43,8 +51,9 @@ FROM slice s JOIN track t ON s.track_id = t.id WHERE t.name = 'Critical path' AN
 PREPARED = {
     "critical path": "SELECT what, COUNT(*) AS pieces, SUM(dur) / 1e6 AS ms FROM st_path GROUP BY what ORDER BY ms DESC",
     "exposed communication": (
-        "SELECT rank, timeline, axis, collective, COUNT(*) AS calls, SUM(wait_ns) / 1e6 AS wait_ms, "
-        "SUM(transfer_ns) / 1e6 AS transfer_ms FROM st_comm GROUP BY 1, 2, 3, 4 ORDER BY wait_ms + transfer_ms DESC"
+        "SELECT rank, timeline, SUM(IIF(name = 'exposed communication', dur * value, 0)) / 1e6 AS exposed_ms, "
+        "SUM(IIF(name = 'overlap', dur * value, 0)) / 1e6 AS overlapped_ms FROM st_counter "
+        "WHERE name IN ('exposed communication', 'overlap') GROUP BY 1, 2 ORDER BY exposed_ms DESC"
     ),
     "stragglers": (
         "WITH last AS (SELECT instance, timeline, MIN(wait_ns) AS least, SUM(wait_ns) AS caused FROM st_comm "

@@ -59,10 +59,7 @@ def test_views_give_ranks_lanes_and_communication_as_columns(trace: str) -> None
     [
         ("critical-path", [["compute", 1, 9e-05], ["communication", 1, 3e-05], ["host", 2, 1.5e-05]]),
         ("stragglers", [[1, "replayed", 1, 5e-05]]),
-        (
-            "exposed-communication",
-            [[0, "replayed", "dp", "all_reduce", 1, 5e-05, 3e-05], [1, "replayed", "dp", "all_reduce", 1, 0.0, 3e-05]],
-        ),
+        ("exposed-communication", [[0, "replayed", 8e-05, 0.0], [1, "replayed", 3e-05, 0.0]]),
     ],
 )
 def test_prepared_questions_have_answers(trace: str, ask: str, expected: list[list[object]]) -> None:

@@ -13,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
+from scaletrace.parse.build import build
 from scaletrace.parse.graph import GraphLane, Measured, NodeKind
+from scaletrace.parse.load import load
 from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.engine import replay
+from scaletrace.replay.result import replay_job
 from scaletrace.view.perfetto import PerfettoSink, write_timeline
 from scaletrace.view.sink import Argument, Flow, Slices
+from scaletrace.view.sql import VIEWS
 from tests.view.conftest import Ask
 from tests.view.graphs import Node, make_graph, make_longer, two_ranks
 
@@ -231,3 +235,19 @@ def test_the_official_protobuf_reads_back_what_was_written(rows: list[tuple[int,
 
     assert written == [(row[0], row[1], row[3], row[4]) for row in rows]
     assert [list(b.track_event.flow_ids) for b in begins] == [[i + 2**62] for i in range(n)]
+
+
+def test_counters_agree_with_the_breakdown_to_the_nanosecond(tmp_path: Path, samples: Path, oracle: Oracle) -> None:
+    """Exposed and overlapped communication, summed in SQL, are the parts that the replay reports."""
+    result = replay_job(build(load(samples / "ddp_straggler_w4")))
+    report = write_timeline(tmp_path / "t.pftrace", result.timeline)
+    ask = oracle(report.path)
+    ask(VIEWS)
+    sql = (
+        "select rank, cast(sum(iif(name = 'overlap', 0, dur * value)) as int), "
+        "cast(sum(iif(name = 'overlap', dur * value, 0)) as int) from st_counter "
+        "where name in ('exposed communication', 'overlap') group by rank order by rank"
+    )
+
+    expected = [(part.rank, part.exposed_comm_ns, part.overlapped_comm_ns) for part in result.breakdown]
+    assert expected == ask(sql)

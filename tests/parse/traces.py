@@ -45,6 +45,7 @@ def write(folder: Path, ranks: Sequence[Sequence[Event]], info: Mapping[str, Any
         header = {"backend": "nccl", "rank": rank, "world_size": len(ranks)} | dict(info or {})
         document = {
             "schemaVersion": 1,
+            "host_name": "node1",
             "distributedInfo": header,
             "baseTimeNanoseconds": 0,
             "traceEvents": list(events),

@@ -1,0 +1,115 @@
+"""The graph of ranks without a device: issue, workers, rendezvous, release and waits of gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scaletrace.parse.build import Built, build
+from scaletrace.parse.graph import EdgeKind, NodeKind
+from scaletrace.replay.accuracy import without_stalls
+from scaletrace.replay.engine import replay
+from tests.parse.traces import Event, edges, job_of, named, op
+
+INFO = {"backend": "gloo", "pg_config": [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": 2, "ranks": [0, 1]}]}
+
+
+def _rank(compute_us: float, until_us: float, worker: int = 300) -> list[Event]:
+    """Compute, issue an all-reduce, wait for it (both ranks until `until_us`), compute 100 us more."""
+    issue = 10 + compute_us
+    return [
+        op("aten::mm", 10, compute_us),
+        op("c10d::allreduce_", issue, 20, **{"Input Dims": [[[100]]]}),
+        op("gloo:all_reduce", issue + 30, until_us - issue - 30, tid=worker, cat="user_annotation"),
+        op("aten::add", until_us + 10, 100),
+    ]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Built:
+    """Rank 1 computes 800 us longer; the all-reduce ends 200 us after it has arrived."""
+    return build(job_of(tmp_path, _rank(200, 1240), _rank(1000, 1240)))
+
+
+def test_both_ranks_meet(pair: Built) -> None:
+    """The transfer starts when the late rank arrives, on both, and takes 200 us."""
+    graph, timeline = pair.graph, replay(pair.graph)
+    transfer = np.flatnonzero(graph.nodes(NodeKind.TRANSFER))
+
+    assert [200_000, 200_000] == graph.dur_ns[transfer].tolist()
+    assert [1_030_000, 1_030_000] == (timeline.start_ns[transfer] - timeline.origin_ns).tolist()
+    assert 2 == int((graph.edge_kind == EdgeKind.RENDEZVOUS).sum())
+
+
+def test_caller_is_released_by_the_worker(pair: Built) -> None:
+    """What follows the wait starts after the transfer, not after the time that the wait took."""
+    assert {("gloo:all_reduce", "wait for communication"), ("wait for communication", "aten::add")} & edges(pair)
+    late = named(pair, "aten::mm")[np.argmax(pair.graph.dur_ns[named(pair, "aten::mm")])]
+    faster = pair.graph.dur_ns.copy()
+    faster[late] -= 500_000
+
+    assert replay(pair.graph).makespan_ns - 500_000 == replay(pair.graph, faster).makespan_ns
+
+
+def test_measured_times_come_back(pair: Built) -> None:
+    """Identity, and here also in strict mode: nothing is left unexplained."""
+    timeline = replay(pair.graph, without_stalls(pair.graph))
+
+    assert pair.measured.end_ns.max() == timeline.end_ns.max()
+    assert {0: 0, 1: 0} == pair.quality.unexplained_stall_ns
+
+
+def test_a_late_rank_delays_the_other(pair: Built) -> None:
+    """A delay on rank 1 reaches rank 0's last operator through the rendezvous."""
+    graph = pair.graph
+    slower = graph.dur_ns.copy()
+    slower[[n for n in named(pair, "aten::mm") if graph.rank[n] == 1]] += 300_000
+    last = [n for n in named(pair, "aten::add") if graph.rank[n] == 0]
+
+    assert (replay(graph).start_ns[last] + 300_000).tolist() == replay(graph, slower).start_ns[last].tolist()
+
+
+def test_early_release_keeps_a_negative_lag(tmp_path: Path) -> None:
+    """Where the caller goes on before the recorded end of the span, it does so in the replay too, and it is counted."""
+    early = _rank(1000, 2240)
+    early[3] = op("aten::add", 1740, 900)
+    built = build(job_of(tmp_path, early, _rank(1000, 2240)))
+
+    assert 1 == built.health.guessed["waits released before the recorded end of their span"]
+    assert built.measured.end_ns.max() == replay(built.graph).end_ns.max()
+
+
+def test_workers_take_works_in_order(tmp_path: Path) -> None:
+    """The second work of a busy worker starts when the first has ended."""
+    events = [
+        op("c10d::allreduce_", 10, 5, **{"Input Dims": [[[100]]]}),
+        op("c10d::allreduce_", 20, 5, **{"Input Dims": [[[100]]]}),
+        op("gloo:all_reduce", 15, 300, tid=300, cat="user_annotation"),
+        op("gloo:all_reduce", 316, 200, tid=300, cat="user_annotation"),
+        op("aten::add", 530, 10),
+    ]
+    built = build(job_of(tmp_path, events))
+    first, second = np.flatnonzero(built.graph.nodes(NodeKind.TRANSFER))
+    faster = built.graph.dur_ns.copy()
+    faster[first] -= 100_000
+
+    assert replay(built.graph).start_ns[second] - 100_000 == replay(built.graph, faster).start_ns[second]
+
+
+def test_a_rank_alone_is_a_chain_of_operators(tmp_path: Path) -> None:
+    """Operators and the time between them, named, from the first to the last."""
+    built = build(job_of(tmp_path, [op("aten::mm", 0, 10), op("aten::add", 15, 5)]))
+    host = [built.graph.name_of(int(n)) for n in np.flatnonzero(built.graph.nodes(NodeKind.HOST))]
+
+    assert ["aten::mm", "between operators", "aten::add"] == host
+    assert 20_000 == replay(built.graph).makespan_ns
+
+
+def test_an_empty_trace_has_an_empty_graph(tmp_path: Path) -> None:
+    """Nothing to replay is said, not hidden."""
+    built = build(job_of(tmp_path, [op("note", 0, 1, cat="Trace")]))
+
+    assert 0 == len(built.graph)
+    assert any("nothing to replay" in note for note in built.health.notes)

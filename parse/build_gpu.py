@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -190,6 +191,41 @@ def in_record(events: Events, calls: Calls, kernels: Kernels) -> npt.NDArray[np.
     record = spans.at(calls.thread, calls.start_ns)
     launching = np.unique(record[kernels.call[kernels.is_comm & (kernels.call >= 0)]])
     return np.where(record < 0, 0, np.where(np.isin(record, launching), 2, 1)).astype(np.uint8)
+
+
+def _first_int(text: str | None, position: int) -> int:
+    """The first whole number in one entry of recorded "Concrete Inputs" (a JSON list of texts), -1 without."""
+    if text is None:
+        return -1
+    try:
+        inputs = json.loads(text)
+    except ValueError:
+        return -1
+    if not isinstance(inputs, list) or len(inputs) <= position:
+        return -1
+    found = re.search(r"\d+", str(inputs[position]))
+    return int(found[0]) if found is not None else -1
+
+
+def named_works(events: Events, calls: Calls, kernels: Kernels) -> Int32Array:
+    """Kernel of the collective that each stream wait names, int32[c], -1 where inputs were not recorded.
+
+    The first input of a wait's record is the sequence number that the second input of the launch's record holds.
+    """
+    out = np.full(len(calls), -1, np.int32)
+    if "Concrete Inputs" not in events.args:
+        return out
+    record = spans_of(events, events.named("record_param_comms")).at(calls.thread, calls.start_ns)
+    launched: dict[int, int] = {}
+    for i in np.flatnonzero(record >= 0).tolist():
+        text = events.text("Concrete Inputs", int(record[i]))
+        for k in kernels.order[kernels.ptr[i] : kernels.ptr[i + 1]].tolist():
+            number = _first_int(text, 1)
+            if kernels.is_comm[k] and number >= 0:
+                launched[number] = k
+        if calls.meaning[i] == Call.STREAM_WAIT:
+            out[i] = launched.get(_first_int(text, 0), -1)
+    return out
 
 
 def recorded_waits(

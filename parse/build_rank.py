@@ -24,6 +24,7 @@ from scaletrace.parse.build_gpu import (
     estimate,
     find_kernels,
     in_record,
+    named_works,
     recorded_waits,
 )
 from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
@@ -429,7 +430,7 @@ def _cross_stream(draft: Draft, gpu: RankGpu, events: Events, parts: RankParts, 
         in_record(events, parts.calls, parts.kernels),
         parts.recorded_src,
         parts.recorded_stream,
-        np.full(len(parts.calls), -1, np.int32),
+        named_works(events, parts.calls, parts.kernels),
     )
     if found.unresolved_waits:
         health.unmatched["stream waits that no rule resolves (dependency unknown)"] += found.unresolved_waits

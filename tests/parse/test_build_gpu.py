@@ -182,3 +182,22 @@ def test_threads_that_take_turns_are_one_thread_of_control(tmp_path: Path) -> No
     assert 7 == int((alone.graph.edge_kind == EdgeKind.HAND_OVER).sum())
     assert 7 == int((both.graph.edge_kind == EdgeKind.HAND_OVER).sum())
     assert 1 == both.health.guessed["host threads taken as independent (they overlap the main thread)"]
+
+
+def test_wait_that_names_its_collective_joins_exactly(tmp_path: Path) -> None:
+    """With recorded inputs the wait awaits the work of that sequence number, not the oldest outstanding one."""
+    events = []
+    for number, at in ((3, 10), (4, 30)):
+        inputs = ["", f"[{number}, 0]"]
+        events.append(op("record_param_comms", at, 12, **{"Concrete Inputs": inputs}))
+        events += _launch(f"nccl_AllReduce_{number}", at + 4, 50 * number, 40, number, 20)
+    events += [op("record_param_comms", 50, 5, **{"Concrete Inputs": ["4", ""]}), call("cudaStreamWaitEvent", 51, 1)]
+    built = built_of(tmp_path, [*_launch("gemm", 0, 6, 5, 1), *events, *_launch("add", 60, 242, 10, 9)])
+    graph = built.graph
+    work = {
+        graph.name_of(int(a))
+        for a, source in zip(graph.pred, graph.edge_source, strict=True)
+        if source == EdgeSource.WORK_WAIT
+    }
+
+    assert {"nccl_AllReduce_4"} == work

@@ -11,16 +11,19 @@ import numpy.typing as npt
 
 from scaletrace.errors import InputError
 from scaletrace.extrapolate import overlap
+from scaletrace.extrapolate.anatomy import dissect
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.columns import BOTH, NONE
 from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import Calibration
 from scaletrace.extrapolate.flops import step_flop
+from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of, measured_layout
 from scaletrace.extrapolate.noise import measure_noise
 from scaletrace.extrapolate.overlap import Slowdown
 from scaletrace.extrapolate.rewrite.data import Shape
+from scaletrace.extrapolate.rewrite.replicas import replicate
 from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks
 from scaletrace.extrapolate.steps import step_times_ns
 from scaletrace.extrapolate.stragglers import Folded, Noise, fold
@@ -62,6 +65,7 @@ class Base:
     spread, spread_ns    the same with transfers taking turns on each rank's link, where ranks have one (gloo)
     share                overlap of every kernel at the measured scale
     folded, chosen       the representative ranks for stragglers, and which nodes they are
+    optimizer            which nodes work on parameters after the backward pass
     jitter_s             spread of step times, drawn to a prior where few steps were seen
     tokens_per_step, flop_per_step  of one rank, None where neither the trace nor its manifest tells
     """
@@ -79,6 +83,7 @@ class Base:
     noise: Noise
     folded: Folded
     chosen: BoolArray
+    optimizer: BoolArray
     jitter_s: float
     tokens_per_step: float | None = None
     flop_per_step: float | None = None
@@ -108,8 +113,12 @@ def prepare(
     noise: Noise | None = None,
     slowdown: float | None = None,
     units: Sequence[Sequence[Shape]] = (),
+    replicas: bool = False,
 ) -> Base:
-    """Everything that all points of a curve share; see curve.extrapolate for the options."""
+    """Everything that all points of a curve share; see curve.extrapolate for the options.
+
+    replicas: an FSDP job is to be stretched as HSDP, so that its gradients need an all-reduce over replicas.
+    """
     built = source if isinstance(source, Built) else build(source)
     if not len(built.graph):
         raise InputError("nothing to extrapolate: the trace holds no work that a graph could be built from")
@@ -129,6 +138,12 @@ def prepare(
     calibration = calibrate(found, cluster)
     graph = with_sizes(graph, alone, cluster, health)
     _warn(found, cluster, health)
+    layout = measured_layout(graph, ranks)
+    optimizer = dissect(built).phase == Phase.OPTIMIZER
+    if replicas and layout.fsdp > 1 and layout.dp == 1 and not _has_replicas(graph):
+        graph, optimizer = _with_replicas(graph, optimizer, health)
+        timeline = replay(graph)
+        alone = unshared_ns(graph, timeline.start_ns, timeline.end_ns) if shared_link else graph.dur_ns
     _warn_data_axis(graph, health)
     share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
     measured = overlap.measure(graph, share, cluster.device.overlap_slowdown)
@@ -142,7 +157,7 @@ def prepare(
         spread=spread,
         spread_ns=alone,
         ranks=ranks,
-        layout=measured_layout(graph, ranks),
+        layout=layout,
         cluster=cluster,
         calibration=calibration,
         slowdown=measured,
@@ -150,12 +165,28 @@ def prepare(
         noise=noise or measure_noise(graph),
         folded=fold(keep_nodes(spread, chosen), _reach(graph)),
         chosen=chosen,
+        optimizer=optimizer,
         jitter_s=_jitter_s(graph, timeline),
         tokens_per_step=_model(built.job, "tokens_per_step"),
         flop_per_step=_model(built.job, "flops_per_step") or step_flop(built.job),
         units=units,
         health=health,
     )
+
+
+def _has_replicas(graph: Graph) -> bool:
+    """Whether a collective of the dp axis was recorded, were it over one rank (HSDP with a single replica)."""
+    return any(item.group >= 0 and graph.groups[item.group].axis == "dp" for item in graph.collectives)
+
+
+def _with_replicas(graph: Graph, optimizer: BoolArray, health: Health) -> tuple[Graph, BoolArray]:
+    """The graph with all-reduces over replicas, which move nothing yet, and the optimizer's nodes in it."""
+    out = replicate(graph)
+    count = (len(out) - len(graph)) // 2
+    health.guessed["all-reduces over replicas inserted behind reduce-scatters"] += count
+    marks = np.zeros(len(out), np.bool_)
+    marks[np.flatnonzero(~np.isin(out.instance, np.arange(len(graph.collectives), len(out.collectives))))] = optimizer
+    return out, marks
 
 
 def _jitter_s(graph: Graph, timeline: Timeline) -> float:

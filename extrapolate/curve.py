@@ -119,7 +119,15 @@ def extrapolate(
     """
     if not sizes or any(size < 1 for size in sizes):
         raise UsageError(f"sizes are numbers of ranks ≥ 1, got {list(sizes)}")
-    base = prepare(source, cluster, more_evidence=evidence, noise=noise, slowdown=overlap_slowdown, units=units)
+    base = prepare(
+        source,
+        cluster,
+        more_evidence=evidence,
+        noise=noise,
+        slowdown=overlap_slowdown,
+        units=units,
+        replicas=layout is not None and layout.fsdp > 1,
+    )
     options = Options(layout, weak, nics, tokens_per_step_per_gpu, flop_per_step_per_gpu)
     points = tuple(evaluate(base, size, options) for size in sorted(set(sizes)))
     return ScalingCurve(

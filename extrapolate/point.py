@@ -18,7 +18,7 @@ from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.steps import Shares, shares, step_times_ns, step_window
 from scaletrace.extrapolate.stragglers import Population, expected_step_ns
 from scaletrace.extrapolate.transfers import Scaled, rescale
-from scaletrace.parse.events import IntArray
+from scaletrace.parse.events import BoolArray, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.replay.engine import replay
 from scaletrace.replay.timeline import Timeline
@@ -107,7 +107,10 @@ def stretch(base: Base, gpus: int, options: Options) -> tuple[Layout, Stretched]
     new = resize(old, base.layout, layout, base.units)
     change = rescale(old, new, dur_ns, base.cluster, base.calibration, options.nics)
     if not options.weak and not same:
-        change = replace(change, dur_ns=_smaller_batch(new, change.dur_ns, base.ranks / gpus))
+        change = replace(change, dur_ns=_smaller(base, change.dur_ns, ~base.optimizer, base.ranks / gpus))
+    if layout.shards != base.layout.shards:
+        shard = base.layout.shards / layout.shards
+        change = replace(change, dur_ns=_smaller(base, change.dur_ns, base.optimizer, shard))
     ideal = replay(new, change.dur_ns)
     timeline, durations = ideal, change.dur_ns
     kappa = base.slowdown.per_node(new)
@@ -119,19 +122,10 @@ def stretch(base: Base, gpus: int, options: Options) -> tuple[Layout, Stretched]
     return layout, Stretched(new, replace(change, dur_ns=durations), timeline, ideal)
 
 
-def _smaller_batch(graph: Graph, dur_ns: IntArray, factor: float) -> IntArray:
-    """Compute of a batch `factor` times as large: proportional, but no shorter than a launch's worth.
-
-    Kernels of the optimizer work on parameters, not on samples, and keep their time.
-    """
-    fixed = np.array([_is_optimizer(name) for name in graph.names] + [False])[graph.name]
-    work = compute_nodes(graph) & ~fixed
+def _smaller(base: Base, dur_ns: IntArray, where: BoolArray, factor: float) -> IntArray:
+    """Compute at `where` for `factor` times the samples or parameters: in proportion, but no shorter than a launch's worth."""
+    work = compute_nodes(base.graph) & where
     return np.where(work, np.maximum(np.minimum(dur_ns, FLOOR_NS), np.round(dur_ns * factor).astype(np.int64)), dur_ns)
-
-
-def _is_optimizer(name: str) -> bool:
-    lowered = name.lower()
-    return any(word in lowered for word in ("optimizer", "adam", "multi_tensor_apply", "_foreach", "sgd"))
 
 
 def _step_s(graph: Graph, timeline: Timeline) -> float:

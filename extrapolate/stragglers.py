@@ -158,34 +158,32 @@ def reduced(folded: Folded, dur_ns: npt.ArrayLike | None = None) -> Reduced:
         durations, folded.noisy, folded.classes, folded.keep, folded.succ_ptr, folded.succ, folded.succ_lag_ns, count
     )
     kept = np.flatnonzero(folded.keep)
-    position = np.full(len(graph) + count, -1, np.int64)
-    position[kept] = np.arange(len(kept))
-    position[len(graph) :] = len(kept) + np.arange(count)
     moved = folded.keep & folded.noisy
-    extra = np.where(moved, durations, 0.0)
+    extra = np.concatenate((np.where(moved, durations, 0.0), np.zeros(count)))
+    # One origin before all (position 0), so that noisy roots have a path that gives them their duration.
+    position = np.concatenate((np.zeros(len(graph), np.int64), 1 + len(kept) + np.arange(count)))
+    position[kept] = 1 + np.arange(len(kept))
     roots = kept[moved[kept] & (np.diff(graph.pred_ptr)[kept] == 0)]
-    extra_of_target = np.concatenate((extra, np.zeros(count)))[dst]
-    noisy = noisy + extra_of_target
-    # A root has no path to stretch: it keeps its duration, without noise.
-    own = np.where(moved, 0.0, durations)
-    own[roots] = durations[roots]
-    to = position[dst]
+    to = np.concatenate((position[dst], position[roots]))
+    source = np.concatenate((position[src], np.zeros(len(roots), np.int64)))
+    fixed_ns = np.concatenate((fixed, np.zeros(len(roots))))
+    noisy_ns = np.concatenate((noisy + extra[dst], durations[roots]))
     order = np.argsort(to, kind="stable")
-    total = len(kept) + count
+    total = 1 + len(kept) + count
     ptr = np.zeros(total + 1, np.int64)
     np.cumsum(np.bincount(to, minlength=total), out=ptr[1:])
-    tail = np.arange(count, dtype=np.int32)
     last = np.array([folded.segment[folded.classes == c].max(initial=0) for c in range(count)], np.int32)
+    zero, none = np.zeros(1, np.int32), np.full(count, -1, np.int32)
     return Reduced(
-        dur_ns=np.concatenate((own[kept], np.zeros(count))),
-        segment=np.concatenate((folded.segment[kept], last)),
-        classes=np.concatenate((folded.classes[kept], tail)),
-        role=np.concatenate((folded.role[kept], np.full(count, PLAIN, np.uint8))),
-        instance=np.concatenate((graph.instance[kept], np.full(count, -1, np.int32))),
+        dur_ns=np.concatenate((np.zeros(1), np.where(moved, 0.0, durations)[kept], np.zeros(count))),
+        segment=np.concatenate((zero, folded.segment[kept], last)),
+        classes=np.concatenate((zero, folded.classes[kept], np.arange(count, dtype=np.int32))),
+        role=np.concatenate((zero, folded.role[kept], np.full(count, PLAIN))).astype(np.uint8),
+        instance=np.concatenate((zero - 1, graph.instance[kept], none)),
         pred_ptr=ptr,
-        pred=position[src][order].astype(np.int32),
-        fixed_ns=fixed[order],
-        noisy_ns=noisy[order],
+        pred=source[order].astype(np.int32),
+        fixed_ns=fixed_ns[order],
+        noisy_ns=noisy_ns[order],
         reach=folded.reach,
         class_count=count,
     )

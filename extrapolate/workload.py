@@ -151,7 +151,7 @@ def from_job(built: Built, anatomy: Anatomy, layout: Layout, device: Device | No
     if device is not None:
         ceilings = Ceilings.of(device, size)
     else:
-        ceilings = _seen(built)
+        ceilings = measured_ceilings(built)
     anchor = _anchor(built, anatomy, measured)
     health = Health()
     health.add(anatomy.health)
@@ -254,7 +254,7 @@ def _anchor(built: Built, anatomy: Anatomy, layout: Layout) -> Anchor:
     )
 
 
-def _seen(built: Built) -> Ceilings:
+def measured_ceilings(built: Built) -> Ceilings:
     """Ceilings from the job's own operators with shapes."""
     shapes: list[Shape] = []
     times: list[float] = []

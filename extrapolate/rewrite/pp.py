@@ -17,7 +17,7 @@ from scaletrace.extrapolate.anatomy import MESSAGES, Anatomy
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program, message_of
-from scaletrace.extrapolate.rewrite.weave import Copy, Loom, Woven, weave
+from scaletrace.extrapolate.rewrite.weave import Copy, FloatArray, Loom, Woven, weave
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 from scaletrace.parse.health import Health
@@ -145,19 +145,26 @@ def cut(
     columns: Sequence[Sequence[int]] = (),
     stages: Stages | None = None,
     message_bytes: int = 0,
+    model: Sequence[int] = (),
+    recompute: bool = False,
 ) -> Cut:
     """The graph with its layers on program.ranks pipeline ranks.
 
     columns  for each data-parallel column the measured ranks of its stages in order; default: every rank is a column
              of its own, that is, the source has no pipeline. New rank = pipeline rank × columns + column.
     stages   which units each stage holds; default: equal runs of layers
+    model    the measured unit that stands for each unit of the new model, in order; default: all, each once
+    recompute  a layer's forward runs again before its backward (activation checkpointing)
     Raises UsageError where a layer was not measured or does not divide.
     """
     health = Health()
     ranks = sorted(int(rank) for rank in np.unique(graph.rank[graph.kind != int(NodeKind.RENDEZVOUS)]))
     columns = columns or [[rank] for rank in ranks]
+    measured = anatomy
+    model = model or range(len(anatomy.units))
+    anatomy = _remodelled(anatomy, model)
     stages = stages or split_units(anatomy, program.stages)
-    pieces, piece = _pieces(graph, anatomy)
+    pieces, piece = _pieces(graph, measured)
     size = message_bytes or anatomy.boundary_bytes
     if program.ranks > 1 and not size:
         health.guessed["messages whose size no shape tells"] += 1
@@ -166,13 +173,13 @@ def cut(
     for home in range(program.ranks):
         for column, members in enumerate(columns):
             new = home * len(columns) + column
-            row, runs = _sequence(pieces, anatomy, program, stages, members, home, new)
+            row, runs = _sequence(pieces, _Plan(program, stages, model, anatomy, recompute), members, home, new)
             rows.append(row)
             plans.append(runs)
     loom = weave(graph, piece, rows, anatomy.exact_ns, anatomy.entry)
     starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     held = {rank: sorted({key[3] for key in pieces if key[0] == rank and key[3] >= 0}) for rank in ranks}
-    _scale_ends(loom, anatomy, stages, program, rows, held, graph.rank)
+    _scale_ends(loom, _Plan(program, stages, model, anatomy, recompute), measured, rows, held, graph.rank)
     _split_backwards(loom, plans, starts, health)
     group = _pipeline_group(loom, program, len(columns))
     _messages(loom, program, plans, starts, len(columns), group, size, message_ns)
@@ -183,7 +190,12 @@ def cut(
     if len(graph.multiplicity) == len(ranks):
         of_rank = dict(zip(ranks, graph.multiplicity.tolist(), strict=True))
         count[:] = [of_rank[columns[new % len(columns)][0]] for new in range(len(count))]
-    return Cut(replace(woven.graph, multiplicity=count), _moved(anatomy, woven, plans, starts), woven.origin, health)
+    return Cut(
+        replace(woven.graph, multiplicity=count),
+        _moved(anatomy, woven, plans, starts, [copy.unit for row in rows for copy in row]),
+        woven.origin,
+        health,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,50 +245,80 @@ def template(micro_batch: int, new: int, measured: int) -> int:
     return micro_batch if micro_batch == 0 else 1 + (micro_batch - 1) % (measured - 2)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to be laid: the program, which units (of `anatomy`, the new model) each stage holds, and the measured
+    unit that stands for each."""
+
+    program: Program
+    stages: Stages
+    model: Sequence[int]
+    anatomy: Anatomy
+    recompute: bool
+
+
+def _remodelled(anatomy: Anatomy, model: Sequence[int]) -> Anatomy:
+    """The anatomy with the units of the new model; layers beyond the measured ones are numbered on."""
+    if list(model) == list(range(len(anatomy.units))):
+        return anatomy
+    names: list[str] = []
+    for unit in model:
+        name = anatomy.units[unit]
+        names.append(name if name not in names else f"{name} copy {len(names)}")
+    return replace(
+        anatomy,
+        units=tuple(names),
+        is_layer=tuple(anatomy.is_layer[unit] for unit in model),
+        parameters=anatomy.parameters[list(model)],
+    )
+
+
 def _sequence(
-    pieces: Mapping[Key, int],
-    anatomy: Anatomy,
-    program: Program,
-    stages: Stages,
-    members: Sequence[int],
-    home: int,
-    new: int,
+    pieces: Mapping[Key, int], plan: _Plan, members: Sequence[int], home: int, new: int
 ) -> tuple[list[Copy], list[_Run]]:
     """The copies of one new rank in order, over all steps, and which of them each action takes."""
     row: list[Copy] = []
     runs: list[_Run] = []
-    where = {(unit, key[1]): key[0] for key in pieces if key[0] in members for unit in (key[3],) if unit >= 0}
-    source = members[home * len(members) // program.ranks]
-    steps = sorted({key[1] for key in pieces if key[0] in members})
-    for step in steps:
-        _add(row, pieces, (source, step, int(Phase.OTHER), -1, -1), new, home, -1)
+    program, ranks = plan.program, plan.program.ranks
+    where = {(key[3], key[1]): key[0] for key in pieces if key[0] in members and key[3] >= 0}
+    source = members[home * len(members) // ranks]
+    twice = len(plan.model) + 1
+    for step in sorted({key[1] for key in pieces if key[0] in members}):
+        _add(row, pieces, (source, step, int(Phase.OTHER), -1, -1), new, home)
         for action in program.actions[home]:
             begin = len(row)
-            units = stages.units[action.stage]
-            phase = Phase.FORWARD if action.op is Op.FORWARD else Phase.BACKWARD
-            measured = template(action.micro_batch, program.micro_batches, max(1, anatomy.micro_batches))
-            if action.op is not Op.WEIGHT:
-                for unit in units if phase is Phase.FORWARD else reversed(units):
-                    rank = where.get((unit, step), source)
-                    _add(row, pieces, (rank, step, int(phase), unit, measured), new, home, action.micro_batch)
+            units = plan.stages.units[action.stage]
+            forward = action.op is Op.FORWARD
+            batch = template(action.micro_batch, program.micro_batches, max(1, plan.anatomy.micro_batches))
+            for unit in () if action.op is Op.WEIGHT else units if forward else reversed(units):
+                old = plan.model[unit]
+                rank = where.get((old, step), source)
+                # Copies of one measured layer are different collectives, so each is a team of its own.
+                team = home + ranks * list(plan.model[:unit]).count(old)
+                if plan.recompute and not forward and plan.anatomy.is_layer[unit]:
+                    again = (rank, step, int(Phase.FORWARD), old, batch)
+                    _add(row, pieces, again, new, team + ranks * twice, action.micro_batch, unit)
+                phase = int(Phase.FORWARD if forward else Phase.BACKWARD)
+                _add(row, pieces, (rank, step, phase, old, batch), new, team, action.micro_batch, unit)
             runs.append(_Run(step, action, begin, len(row)))
-        _add(row, pieces, (source, step, int(Phase.OPTIMIZER), -1, -1), new, home, -1)
+        _add(row, pieces, (source, step, int(Phase.OPTIMIZER), -1, -1), new, home)
     if runs and all(run.begin == run.end for run in runs if run.action.op is not Op.WEIGHT):
         raise UsageError("the trace shows neither forward nor backward layers, so there is nothing to cut into stages")
     return row, runs
 
 
-def _add(row: list[Copy], pieces: Mapping[Key, int], key: Key, rank: int, team: int, tag: int) -> None:
+def _add(
+    row: list[Copy], pieces: Mapping[Key, int], key: Key, rank: int, team: int, tag: int = -1, unit: int = -1
+) -> None:
     piece = pieces.get(key)
     if piece is not None:
-        row.append(Copy(piece, rank, team, tag))
+        row.append(Copy(piece, rank, team, tag, unit))
 
 
 def _scale_ends(
     loom: Loom,
-    anatomy: Anatomy,
-    stages: Stages,
-    program: Program,
+    plan: _Plan,
+    measured: Anatomy,
     rows: Sequence[Sequence[Copy]],
     held: Mapping[int, Sequence[int]],
     source_rank: Int32Array,
@@ -285,18 +327,22 @@ def _scale_ends(
 
     held: units that each measured rank holds; source_rank int32: rank of every node of the source.
     """
-    per_unit = anatomy.parameters
-    if not per_unit.sum():
-        per_unit = np.array([float(is_layer) for is_layer in anatomy.is_layer])
-    new = np.zeros(program.ranks)
-    for stage, units in enumerate(stages.units):
-        new[program.rank_of_stage[stage]] += per_unit[list(units)].sum()
-    old = np.array([per_unit[list(held.get(rank, ()))].sum() for rank in range(int(source_rank.max()) + 1)])
-    home = np.array([copy.team for row in rows for copy in row], np.int64)
-    at = np.flatnonzero((anatomy.phase[loom.origin] == int(Phase.OPTIMIZER)) & (loom.columns["instance"] < 0))
+    new_units, old_units = (_weight_of_units(anatomy) for anatomy in (plan.anatomy, measured))
+    new = np.zeros(plan.program.ranks)
+    for stage, units in enumerate(plan.stages.units):
+        new[plan.program.rank_of_stage[stage]] += new_units[list(units)].sum()
+    old = np.array([old_units[list(held.get(rank, ()))].sum() for rank in range(int(source_rank.max()) + 1)])
+    home = np.array([copy.team % plan.program.ranks for row in rows for copy in row], np.int64)
+    at = np.flatnonzero((measured.phase[loom.origin] == int(Phase.OPTIMIZER)) & (loom.columns["instance"] < 0))
     was, now = old[source_rank[loom.origin[at]]], new[home[loom.copy[at]]]
     change = (was > 0) & (was != now)
     loom.exact_ns[at[change]] *= now[change] / was[change]
+
+
+def _weight_of_units(anatomy: Anatomy) -> FloatArray:
+    """Parameters of each unit, equal layers where no shape tells."""
+    known = bool(anatomy.parameters.sum())
+    return anatomy.parameters if known else np.array([float(is_layer) for is_layer in anatomy.is_layer])
 
 
 def _split_backwards(loom: Loom, plans: Sequence[Sequence[_Run]], starts: IntArray, health: Health) -> None:
@@ -321,9 +367,7 @@ def _split_backwards(loom: Loom, plans: Sequence[Sequence[_Run]], starts: IntArr
         _weight_nodes(loom, runs, new, starts, rest)
 
 
-def _weight_nodes(
-    loom: Loom, runs: Sequence[_Run], new: int, starts: IntArray, rest: np.typing.NDArray[np.float64]
-) -> None:
+def _weight_nodes(loom: Loom, runs: Sequence[_Run], new: int, starts: IntArray, rest: FloatArray) -> None:
     """One node for each weight backward of a rank, between the copies before and after it on the main lane."""
     base, end = int(starts[new]), int(starts[new + 1])
     pending: dict[tuple[int, int, int], int] = {}
@@ -427,7 +471,9 @@ def _pair(
     loom.edge(transfer[1], taker[0], EdgeKind.EVENT_WAIT)
 
 
-def _moved(anatomy: Anatomy, woven: Woven, plans: Sequence[Sequence[_Run]], starts: IntArray) -> Anatomy:
+def _moved(
+    anatomy: Anatomy, woven: Woven, plans: Sequence[Sequence[_Run]], starts: IntArray, units: Sequence[int]
+) -> Anatomy:
     """The anatomy of the new graph; micro batches are those of the new program, new nodes are messages."""
     out, graph, copy = anatomy.moved(woven.origin), woven.graph, woven.copy
     batch = np.full(int(starts[-1]) + 1, -1, np.int32)
@@ -437,4 +483,6 @@ def _moved(anatomy: Anatomy, woven: Woven, plans: Sequence[Sequence[_Run]], star
     micro = np.where((copy >= 0) & (batch[copy] >= 0), batch[copy], out.micro_batch).astype(np.int32)
     kinds = np.array([item.kind in MESSAGES for item in graph.collectives] + [False], np.bool_)
     message = kinds[graph.instance] | out.is_message
-    return replace(out, micro_batch=micro, is_message=message, exact_ns=woven.exact_ns, entry=woven.entry)
+    of_copy = np.array([*units, -1], np.int32)
+    unit = np.where((copy >= 0) & (of_copy[copy] >= 0), of_copy[copy], -1).astype(np.int32)
+    return replace(out, unit=unit, micro_batch=micro, is_message=message, exact_ns=woven.exact_ns, entry=woven.entry)

@@ -41,12 +41,14 @@ class Copy(NamedTuple):
     """One piece of the source laid on one new rank.
 
     team  collective members of one team meet (a pipeline stage);  tag  micro batch in the new step, -1 for none
+    unit  what the copy stands for in the new model, -1 for none; weave itself does not read it
     """
 
     piece: int
     rank: int
     team: int = 0
     tag: int = -1
+    unit: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,10 @@ class Loom:
         return int(self.columns["lane"][node]) if node < old else self._new[node - old]["lane"]
 
     def node(self, kind: NodeKind, **columns: int) -> int:
-        """Add a node; columns left out have their default. Returns its number."""
+        """Add a node; columns left out have their default. Returns its number.
+
+        `key`: the node behind which it stands in the order of nodes, where dependencies leave it open
+        """
         self._new.append({"kind": int(kind), **columns})
         return len(self) - 1
 
@@ -136,8 +141,12 @@ class Loom:
             columns[key] = np.concatenate([old, np.array(fresh, old.dtype)])
         n = len(self)
         edges = np.concatenate(self.edges) if self.edges else np.zeros((0, 5), np.int64)
+        old = np.arange(len(self.origin), dtype=np.int64) * len(self._new or [0])
+        fresh_keys = [row.get("key", n) * len(self._new) + at for at, row in enumerate(self._new)]
         keys, keep = topological_keys(
-            np.arange(n, dtype=np.int64), edges[:, 0].astype(np.int32), edges[:, 1].astype(np.int32)
+            np.concatenate([old, np.array(fresh_keys, np.int64)]),
+            edges[:, 0].astype(np.int32),
+            edges[:, 1].astype(np.int32),
         )
         if not keep.all():
             at = int(edges[int(np.flatnonzero(~keep)[0]), 1])
@@ -173,6 +182,31 @@ class Loom:
         )
 
 
+def reopen(graph: Graph, exact_ns: FloatArray, entry: IntArray | None = None) -> Loom:
+    """A finished graph as a loom, to add nodes and edges to; node numbers stay."""
+    n = len(graph)
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for key in NODE_COLUMNS:
+        values = getattr(graph, key)
+        columns[key] = values.copy() if len(values) == n else np.full(n, _DEFAULTS.get(key, -1), np.int32)
+    loom = Loom(
+        columns,
+        np.arange(n, dtype=np.int32),
+        np.full(n, -1, np.int32),
+        exact_ns.copy(),
+        np.tile(np.array([-1, 0, 0], np.int64), (n, 1)) if entry is None else entry.copy(),
+        np.zeros(0, np.int32),
+        np.zeros(0, np.int32),
+        list(graph.names),
+        list(graph.lanes),
+        list(graph.groups),
+        list(graph.collectives),
+        graph.layers,
+    )
+    loom.edges.append(_rows(graph.pred, graph.edge_dst, graph.lag_ns, graph.edge_kind, graph.edge_source))
+    return loom
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """The source graph with what is asked of it often.
@@ -205,7 +239,7 @@ def weave(
     """
     source = _prepare(graph, piece)
     copies = [copy for rank in ranks for copy in rank]
-    table = np.array(copies, np.int64).reshape(-1, 4)
+    table = np.array(copies, np.int64).reshape(-1, 5)
     size = np.diff(source.ptr)[table[:, 0]]
     base = np.concatenate([[0], np.cumsum(size)])
     copy = np.repeat(np.arange(len(copies)), size)

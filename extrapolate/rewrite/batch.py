@@ -1,0 +1,115 @@
+"""Turns a state into one with another micro batch: how many samples it holds, or how many of them make a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from scaletrace.errors import UsageError
+from scaletrace.extrapolate.kernels import Shape, Work
+from scaletrace.extrapolate.nodework import Role
+from scaletrace.extrapolate.rewrite.schedules import build
+from scaletrace.extrapolate.rewrite.select import keep_nodes
+from scaletrace.extrapolate.rewrite.stages import laid
+from scaletrace.extrapolate.rewrite.state import (
+    State,
+    axis_of_item,
+    on_weights,
+    passes,
+    recosted,
+    scaled_bytes,
+    stretched,
+)
+from scaletrace.parse.graph import NodeKind
+
+ACTIVATIONS = ("tp", "pp", "ep", "cp")
+"""Axes whose collectives move activations, which grow with tokens; those of dp and fsdp move parameters."""
+
+
+def resize_micro_batch(state: State, samples: int) -> State:
+    """`samples` in each micro batch instead of the measured number: token dimensions follow, parameters don't."""
+    if samples < 1:
+        raise UsageError(f"a micro batch holds at least one sample, not {samples}")
+    factor = samples / state.layout.mbs
+    out = more_tokens(state, rows=factor, batch=factor)
+    return replace(out, layout=replace(state.layout, mbs=samples))
+
+
+def more_tokens(state: State, rows: float, batch: float, queries: float = 1.0, keys: float = 1.0) -> State:
+    """Multiply the token dimension of all operators by `rows`, and of attention the samples, queries and keys."""
+    if rows == 1.0 and queries == keys == 1.0:
+        return state
+
+    def stretch(shape: Shape | None, role: Role) -> tuple[Shape | None, float]:
+        if shape is None:
+            return None, rows
+        if shape.work is Work.ATTENTION:
+            return shape.scaled(rows=queries, columns=keys, batch=batch), rows
+        if shape.work is Work.MATMUL and shape.batch > 1:
+            return shape.scaled(batch=rows), rows
+        return shape.scaled(rows=rows), rows
+
+    out = stretched(state, stretch, passes(state) & ~on_weights(state.graph))
+    groups = state.graph.groups
+    items = [
+        scaled_bytes(item, rows) if axis_of_item(item, groups) in ACTIVATIONS else item
+        for item in state.graph.collectives
+    ]
+    out = recosted(out, items, groups)
+    boundary = round(state.anatomy.boundary_bytes * rows)
+    return replace(out, anatomy=replace(out.anatomy, boundary_bytes=boundary))
+
+
+def repeat_micro_batches(state: State, count: int, *, accumulate: bool = True) -> State:
+    """`count` micro batches a step on the measured pipeline, in the layout's schedule.
+
+    accumulate  gradients of plain data parallelism are reduced behind the last micro batch only, as under no_sync();
+                where the measured step has one micro batch its reductions are dropped from all but the last
+    """
+    if count < 1:
+        raise UsageError(f"a step has at least one micro batch, not {count}")
+    layout = replace(state.layout, microbatches=count)
+    if count == state.layout.microbatches:
+        return state
+    program = build(layout.pipeline_schedule if layout.pp > 1 else "1F1B", layout.pp, count, layout.chunks)
+    out = replace(laid(state, program), layout=layout)
+    return _without_early_reductions(out, state.layout.microbatches) if accumulate else out
+
+
+def _without_early_reductions(state: State, measured: int) -> State:
+    """Drop all-reduces of a data axis from all micro batches but the last, where a single measured one was repeated."""
+    graph = state.graph
+    if measured > 1:
+        return state
+    reduces = np.array(
+        [item.kind == "all_reduce" and axis_of_item(item, graph.groups) in ("dp", "") for item in graph.collectives]
+        + [False],
+        np.bool_,
+    )
+    last = int(state.anatomy.micro_batch.max())
+    drop = reduces[graph.instance] & (state.anatomy.micro_batch >= 0) & (state.anatomy.micro_batch < last)
+    drop |= _orphan_hubs(state, drop)
+    return without_nodes(state, drop)
+
+
+def _orphan_hubs(state: State, drop: np.typing.NDArray[np.bool_]) -> np.typing.NDArray[np.bool_]:
+    """Hubs none of whose members stay."""
+    graph = state.graph
+    hub = graph.kind == int(NodeKind.RENDEZVOUS)
+    into = graph.edge_dst
+    fed = np.zeros(len(graph), np.bool_)
+    fed[into[hub[into] & ~drop[graph.pred]]] = True
+    return np.asarray(hub & ~fed, np.bool_)
+
+
+def without_nodes(state: State, drop: np.typing.NDArray[np.bool_]) -> State:
+    """The state without some nodes; collectives keep their numbers."""
+    if not drop.any():
+        return state
+    keep = ~drop
+    origin = np.flatnonzero(keep).astype(np.int32)
+    anatomy = state.anatomy.moved(origin)
+    if state.anatomy.entry is not None:
+        anatomy = replace(anatomy, entry=state.anatomy.entry[origin])
+    return replace(state, graph=keep_nodes(state.graph, keep), anatomy=anatomy, work=state.work.moved(origin))

@@ -1,0 +1,185 @@
+"""Turns a built job into the state that the layout rewrites pass on: graph, anatomy, work of its nodes, layout, network.
+
+Each rewrite takes a state and returns another. Durations are kept unrounded and every change is a factor on what was
+measured, so that a rewrite and its inverse give the measured graph back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from scaletrace.errors import InputError
+from scaletrace.extrapolate.anatomy import Anatomy, dissect
+from scaletrace.extrapolate.estimate import MESSAGE_OVERHEAD_S, Network
+from scaletrace.extrapolate.kernels import Ceilings
+from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.nodework import NodeWork, Stretch, node_work, retime
+from scaletrace.extrapolate.workload import infer_model, measured_ceilings
+from scaletrace.parse.build import Built
+from scaletrace.parse.events import BoolArray
+from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup, NodeKind
+from scaletrace.parse.health import Health
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One job under one layout.
+
+    layout     says mbs, microbatches and seq of the graph
+    columns    for each data-parallel column its ranks (of the graph) in order of pipeline stage
+    error      relative error that stretched kernels have collected (one sigma, weighted by time)
+    """
+
+    graph: Graph
+    anatomy: Anatomy
+    work: NodeWork
+    layout: Layout
+    network: Network
+    ceilings: Ceilings
+    columns: tuple[tuple[int, ...], ...]
+    error: float = 0.0
+    health: Health = field(default_factory=Health)
+
+    def with_durations(self) -> State:
+        """The same with the graph's durations taken from the unrounded ones."""
+        return replace(self, graph=replace(self.graph, dur_ns=np.rint(self.anatomy.exact_ns).astype(np.int64)))
+
+
+def told(state: State, sentence: str = "", guess: str = "") -> State:
+    """The state with a further note or one more guess in its health report; the old one's report stays as it is."""
+    health = Health()
+    health.add(state.health)
+    if sentence:
+        health.note(sentence)
+    if guess:
+        health.guessed[guess] += 1
+    return replace(state, health=health)
+
+
+def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceilings | None = None) -> State:
+    """The state of a measured job; micro batch and length are read from its shapes where the layout leaves them open."""
+    anatomy = dissect(built, layout)
+    work = node_work(built, anatomy, layout.tp)
+    if not (layout.mbs and layout.seq):
+        try:
+            _, measured, _ = infer_model(built, anatomy, layout)
+        except InputError as error:
+            anatomy.health.note(f"Micro batch and length are not known ({error}); they count as 1 and 1.")
+            measured = replace(layout, mbs=1, seq=1)
+        layout = layout.over(measured)
+    layout = layout if layout.microbatches else replace(layout, microbatches=max(1, anatomy.micro_batches))
+    health = Health()
+    health.add(anatomy.health)
+    health.add(work.health)
+    ranks = [trace.rank for trace in built.job.ranks]
+    return State(
+        built.graph, anatomy, work, layout, network, ceilings or measured_ceilings(built), _columns(ranks, layout),
+        0.0, health,
+    )  # fmt: skip
+
+
+def _columns(ranks: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The ranks that are there by column; a column that lacks a stage is left out."""
+    if layout.pp == 1:
+        return tuple((rank,) for rank in ranks)
+    firsts = [rank for rank in ranks if layout.coordinates(rank)["pp"] == 0]
+    columns = [tuple(layout.members("pp", rank)) for rank in firsts]
+    out = tuple(column for column in columns if set(column) <= set(ranks))
+    if not out:
+        raise InputError("no pipeline is complete in this capture: give the traces of all its stages")
+    return out
+
+
+def message_ns(state: State) -> Callable[[int, int, int], int]:
+    """Time of a message between stages: the measured median stretched by the cost model, the model alone without one."""
+    graph = state.graph
+    nodes = np.flatnonzero((graph.kind == int(NodeKind.TRANSFER)) & state.anatomy.is_message)
+    measured = float(np.median(graph.dur_ns[nodes])) if len(nodes) else 0.0
+    sizes = [max(graph.collectives[i].bytes_in, graph.collectives[i].bytes_out) for i in graph.instance[nodes].tolist()]
+    size = float(np.median(sizes)) if sizes else 0.0
+    stride = max(1, state.layout.span("pp").stride)
+    there = state.network.seconds("send", size, 2, stride) if size > 0 else 0.0
+
+    def time(size_bytes: int, src: int, dst: int) -> int:
+        model = state.network.seconds("send", size_bytes, 2, stride) if size_bytes > 0 else 0.0
+        if there > 0:
+            return round(measured * model / there)
+        return round((model + MESSAGE_OVERHEAD_S) * 1e9)
+
+    return time
+
+
+def passes(state: State) -> BoolArray:
+    """Mask of the nodes that belong to forward or backward."""
+    return np.isin(state.anatomy.phase, [int(Phase.FORWARD), int(Phase.BACKWARD)])
+
+
+def on_weights(graph: Graph) -> BoolArray:
+    """Mask of the nodes whose size is that of weights, whatever the batch: accumulation, transposes, FSDP's copies."""
+    words = ("AccumulateGrad", "TBackward", "fsdp::", "foreach", "RegisterPostBackward", "Optimizer", "chunk_cat")
+    named = np.array([any(word in name for word in words) for name in graph.names] + [False], np.bool_)
+    return np.asarray(named[graph.name], np.bool_)
+
+
+def stretched(state: State, stretch: Stretch, where: BoolArray) -> State:
+    """The state with the work of some nodes changed; durations follow by the ratio of the shapes' models."""
+    exact, shapes, error = retime(state.graph, state.anatomy.exact_ns, state.work, stretch, state.ceilings, where)
+    return replace(
+        state,
+        anatomy=replace(state.anatomy, exact_ns=exact),
+        work=replace(state.work, shape=shapes),
+        error=float(np.hypot(state.error, error)),
+    ).with_durations()
+
+
+def recosted(state: State, collectives: Sequence[GraphCollective], groups: Sequence[GraphGroup]) -> State:
+    """The state with other collectives and groups (same numbering); transfers follow by the ratio of their costs."""
+    graph = state.graph
+    factor, absolute = np.ones(len(collectives)), np.zeros(len(collectives))
+    for at, (was, now) in enumerate(zip(graph.collectives, collectives, strict=True)):
+        before, after = cost_s(state.network, was, graph.groups), cost_s(state.network, now, groups)
+        if before > 0:
+            factor[at] = after / before
+        elif after > 0:
+            factor[at], absolute[at] = 0.0, after * 1e9
+    exact = state.anatomy.exact_ns.copy()
+    at_nodes = np.flatnonzero((graph.kind == int(NodeKind.TRANSFER)) & (graph.instance >= 0))
+    of = graph.instance[at_nodes]
+    exact[at_nodes] = exact[at_nodes] * factor[of] + absolute[of]
+    return replace(
+        state,
+        graph=replace(graph, collectives=tuple(collectives), groups=tuple(groups)),
+        anatomy=replace(state.anatomy, exact_ns=exact),
+    ).with_durations()
+
+
+def whole_bytes(item: GraphCollective, size: int) -> int:
+    """Bytes of the whole vector, 0 where the trace does not say."""
+    if item.kind == "all_gather":
+        return max(0, item.bytes_out if item.bytes_out >= 0 else item.bytes_in * size)
+    if item.kind == "reduce_scatter":
+        return max(0, item.bytes_in if item.bytes_in >= 0 else item.bytes_out * size)
+    return max(0, item.bytes_in, item.bytes_out)
+
+
+def cost_s(network: Network, item: GraphCollective, groups: Sequence[GraphGroup]) -> float:
+    """Model seconds of a collective, 0 for one of unknown group or kind."""
+    if item.group < 0 or item.kind in ("unknown", "custom"):
+        return 0.0
+    group = groups[item.group]
+    return network.seconds(item.kind, whole_bytes(item, group.size), group.size, max(1, group.stride))
+
+
+def scaled_bytes(item: GraphCollective, factor: float) -> GraphCollective:
+    """The collective moving `factor` as much; unknown stays unknown."""
+    sizes = [round(size * factor) if size >= 0 else size for size in (item.bytes_in, item.bytes_out)]
+    return replace(item, bytes_in=sizes[0], bytes_out=sizes[1])
+
+
+def axis_of_item(item: GraphCollective, groups: Sequence[GraphGroup]) -> str:
+    """Axis of a collective's group, "" where unknown."""
+    return groups[item.group].axis if item.group >= 0 else ""

@@ -74,7 +74,10 @@ def _option(parameter: click.Parameter) -> str:
     names = parameter.opts + parameter.secondary_opts
     is_argument = parameter.param_type_name == "argument"
     shown = ", ".join(f"`{name}`" for name in names) if not is_argument else f"`{(parameter.name or '').upper()}`"
-    default = "" if parameter.required or parameter.default in (None, "", False, ()) else f"`{parameter.default}`"
+    unset = (
+        parameter.required or parameter.default is None or parameter.default is False or str(parameter.default) == ""
+    )
+    default = "" if unset else f"`{parameter.default}`"
     words = (getattr(parameter, "help", "") or "").replace("|", "\\|")
     return f"| {shown} | {default} | {words} |"
 

@@ -17,7 +17,8 @@ CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": F
 
 def collect(
     command: Annotated[
-        list[str], typer.Argument(help="The job, as you start it today, after `--`.", show_default=False)
+        list[str],
+        typer.Argument(metavar="COMMAND…", help="The job, as you start it today, after `--`.", show_default=False),
     ],
     out: Annotated[Path | None, typer.Option(help="Capture folder.", show_default="capture-DATE-TIME")] = None,
     start_step: Annotated[int, typer.Option(help="First step to record, counted from 0.")] = 5,

@@ -46,7 +46,9 @@ def unsafe_reason() -> str:
     """Why the profiler must not be touched right now; "" where it may."""
     if threading.current_thread() is not threading.main_thread():
         return "the step boundary is off the main thread"
-    torch: Any = sys.modules["torch"]
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return "torch is not imported"
     if torch._C._current_graph_task_id() != -1:
         return "the step boundary is inside backward (an optimizer that runs in backward hooks)"
     if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import traceback
@@ -280,5 +281,10 @@ class Session:
 
 
 def record(folder: str | os.PathLike[str], **options: Any) -> Session:
-    """Record steps of this process into the capture `folder`; `options` are those of `Settings`."""
-    return Session(Settings(folder=os.fspath(folder), **options))
+    """Record steps of this process into the capture `folder`; `options` are those of `Settings`.
+
+    Every rank calls it with the same folder and options; each packs its own files in a process beside the job.
+    """
+    path = os.path.abspath(folder)
+    own = {"spool": os.path.join(path, f".spool-{os.uname().nodename}-{os.getpid()}"), "command": tuple(sys.orig_argv)}
+    return Session(Settings(folder=path, **{**own, **options}))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -164,10 +164,15 @@ def deliver_detached(settings: Settings) -> None:
 
 def main() -> None:
     """Pack the spool of the settings on the command line, once, at low priority."""
-    settings = Settings.from_json(sys.argv[1])
     with suppress(OSError):
         os.nice(10)
-    pack(replace(settings), Packed())
+    settings = Settings.from_json(sys.argv[1])
+    pack(settings, Packed())
+    spool = spool_of(settings)
+    with suppress(OSError):  # not empty: another window is on its way
+        for folder in sorted(spool.rglob("*"), reverse=True):
+            folder.rmdir()
+        spool.rmdir()
 
 
 if __name__ == "__main__":

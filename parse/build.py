@@ -10,7 +10,8 @@ from scaletrace.jit import jit
 from scaletrace.parse.build_cpu import RankCpu, add_cpu_rank
 from scaletrace.parse.build_draft import Draft, finish
 from scaletrace.parse.build_gpu import RankGpu
-from scaletrace.parse.build_rank import RankInput, add_rank, external_kernels, read_rank
+from scaletrace.parse.build_host import RankInput
+from scaletrace.parse.build_rank import add_rank, external_kernels, read_rank
 from scaletrace.parse.build_stalls import Columns, add_occupancy, add_tight_ends, insert_stalls, residuals, time_sliced
 from scaletrace.parse.cats import DEVICE_CATS
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from scaletrace.parse.build_gpu import grid_blocks
-from scaletrace.parse.build_rank import RankInput, read_rank
+from scaletrace.parse.build_host import RankInput
+from scaletrace.parse.build_rank import read_rank
 from scaletrace.parse.gpu_clock import device_shift
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import Call, call_type, find_calls, op_spans

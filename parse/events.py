@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -28,6 +30,8 @@ _DENSE = {"correlation": "correlation", "External id": "external_id", "stream": 
 
 
 def _categorical(codes: CodeArray, labels: Sequence[str]) -> pd.Categorical[str]:
+    import pandas as pd
+
     return pd.Categorical.from_codes(codes, categories=pd.Index(list(labels), dtype=object))
 
 
@@ -184,6 +188,8 @@ class Events:
 
     def to_frame(self, keys: Sequence[str] = ()) -> pd.DataFrame:
         """The table as pandas, with names and categories as categoricals and `keys` as further columns."""
+        import pandas as pd  # costs a third of the memory of a small process, and reading needs none of it
+
         pid = [lane.pid for lane in self.lanes]
         tid = [lane.tid for lane in self.lanes]
         columns: dict[str, Any] = {

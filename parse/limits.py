@@ -23,7 +23,7 @@ class Limits:
     ratio_floor_bytes: int = 256 * MIB
     max_event_bytes: int = 64 * MIB
     max_depth: int = 128
-    piece_bytes: int = 4 * MIB
+    piece_bytes: int = MIB
 
 
 DEFAULT = Limits()

@@ -51,7 +51,7 @@ def save_job(job: Job, folder: str | Path) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         (root / "job.json").unlink(missing_ok=True)  # until the end the folder is no saved job
         for rank in job.ranks:
-            _save_events(rank.events, root / f"rank_{rank.rank:05d}")
+            save_events(rank.events, root / f"rank_{rank.rank:05d}")
         arrays = _arrays(job.collectives)
         _write(pa.table({name: pa.array(_plain(array)) for name, array in arrays.items()}), root / "collectives.arrow")
         others = {name: value for name, value in _fields(job).items() if isinstance(value, np.ndarray)}
@@ -110,14 +110,15 @@ def _jsonable(value: Any) -> Any:
 
 
 def _write(table: pa.Table, path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table.combine_chunks())
     part.replace(path)
 
 
-def _save_events(events: Events, folder: Path) -> None:
+def save_events(events: Events, folder: Path) -> None:
+    """Write one table to three Arrow files in `folder`."""
     columns = {name: pa.array(_plain(getattr(events, name))) for name in _NUMBERS}
     columns["cat"] = _dictionary(events.cat, events.cats)
     columns["name"] = _dictionary(events.name, events.strings)
@@ -222,14 +223,15 @@ def _rank(document: dict[str, Any], root: Path) -> RankTrace:
     return RankTrace(
         **{
             **document,
-            "events": _events(root / f"rank_{document['rank']:05d}"),
+            "events": map_events(root / f"rank_{document['rank']:05d}"),
             "steps": tuple(Step(**step) for step in document["steps"]),
             "health": _health(document["health"]),
         }
     )
 
 
-def _events(folder: Path) -> Events:
+def map_events(folder: Path) -> Events:
+    """The table that `save_events` wrote, as views of its files."""
     table, args, flows = (_map(folder / f"{name}.arrow") for name in ("events", "args", "flows"))
     texts = set(json.loads(args.schema.metadata[b"texts"]))
     keys = [name.removeprefix("rows:") for name in args.column_names if name.startswith("rows:")]

@@ -23,61 +23,56 @@ from scaletrace.parse.events import (
     Lane,
 )
 from scaletrace.parse.health import Health
-from scaletrace.parse.rawtable import RawTable
-from scaletrace.parse.scan import MISSING, TAG_TEXT, TAG_UINT
+from scaletrace.parse.rawtable import COLUMNS, RawTable
+from scaletrace.parse.scan import MISSING
 from scaletrace.parse.scan_keys import KINDS, NAMES, REAL, TEXT
 from scaletrace.parse.scan_state import texts_of
 
 _WINDOW_END = b"Record Window End"
+_EVENT_NAMES = {"ts": "ts_ns", "dur": "dur_ns"}
 
 
 def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArray]:
     """(events, document offset of each event's text). Empties `table`."""
-    table.drain()
-    n = table.events
-    ph = table.take("ph")
-    ts, dur, content, offset = (table.take(column) for column in ("ts", "dur", "content", "offset"))
-    dense = [table.take(column) for column in ("correlation", "external_id", "stream", "device")]
-    names, cats, lanes = (table.take(column) for column in ("name", "cat", "lane"))
-    others = table.take_others()
-    meta, flows = others[others[:, 0] == ord("M")], others[others[:, 0] != ord("M")]
-    raw_args = {number: table.take_arg(number) for number in range(len(NAMES))}
-    ts = tidy.mark_unknown(ts, health)
-    dur = tidy.clip(ph, ts, dur, _window_end(table, ph, names), health)
-    ts = np.where(ts == TIME_UNKNOWN, ts, ts + base_ns)
-
-    strings, recode = _strings(table, names, raw_args, health)
-    names = recode[names]
-    cat_texts, cat_recode = _cats(table, cats, flows[:, 2])
-    cats = cat_recode[cats]
-    lane_list, lane_recode = _lanes(table, lanes, flows[:, 1], meta)
-    lanes = lane_recode[lanes]
-    order = _order(ts, dur, (lanes, names, cats, ph, *dense, content))
-    place = np.empty(n, np.int32)
-    place[order] = np.arange(n, dtype=np.int32)
-    args = {}
-    for number, raw in raw_args.items():
-        arg = None if raw is None else _arg(NAMES[number], *raw, place, recode)
-        if arg is not None:
-            args[NAMES[number]] = arg
+    table.finish()
+    meta, flows = _split(table.take_others())
+    columns: dict[str, npt.NDArray[Any]] = {name: table.take(name) for name in COLUMNS}
+    columns["ts"] = tidy.mark_unknown(columns["ts"], health)
+    is_window_end = _window_end(table, columns["ph"], columns["name"])
+    columns["dur"] = tidy.clip(columns["ph"], columns["ts"], columns["dur"], is_window_end, health)
+    strings, recode = _strings(table, columns["name"], health)
+    columns["name"] = recode[columns["name"]]
+    cats, cat_recode = _cats(table, columns["cat"], flows[:, 2])
+    columns["cat"] = cat_recode[columns["cat"]]
+    lanes, lane_recode = _lanes(table, columns["lane"], flows[:, 1], meta)
+    columns["lane"] = lane_recode[columns["lane"]]
+    order = _order(columns)
+    del columns["content"]
+    for name in columns:  # one at a time, so that only one column stands in memory twice
+        columns[name] = columns[name][order]
+    np.add(columns["ts"], base_ns, out=columns["ts"], where=columns["ts"] != TIME_UNKNOWN)
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    args: dict[str, Arg] = {}
+    for number, key in enumerate(NAMES):
+        rows, values, unsigned = table.take_arg(number)
+        if len(rows):
+            args[key] = _arg(key, place[rows], values, unsigned, recode)
+    offsets: IntArray = columns.pop("offset")
     events = Events(
-        ph=ph[order],
-        cat=cats[order],
-        name=names[order],
-        lane=lanes[order],
-        ts_ns=ts[order],
-        dur_ns=dur[order],
-        correlation=dense[0][order],
-        external_id=dense[1][order],
-        stream=dense[2][order],
-        device=dense[3][order],
+        **{_EVENT_NAMES.get(name, name): column for name, column in columns.items()},
         strings=strings,
-        cats=cat_texts,
-        lanes=lane_list,
+        cats=cats,
+        lanes=lanes,
         args=args,
         flows=_flows(flows, cat_recode, lane_recode, base_ns),
     )
-    return events, offset[order]
+    return events, offsets
+
+
+def _split(others: IntArray) -> tuple[IntArray, IntArray]:
+    is_meta = others[:, 0] == ord("M")
+    return others[is_meta], others[~is_meta]
 
 
 def _window_end(table: RawTable, ph: npt.NDArray[np.uint8], names: Int32Array) -> BoolArray:
@@ -88,30 +83,32 @@ def _window_end(table: RawTable, ph: npt.NDArray[np.uint8], names: Int32Array) -
     return mask
 
 
-def _order(ts: IntArray, dur: IntArray, ties: tuple[npt.NDArray[Any], ...]) -> IntArray:
-    """Positions sorted by ts, longest first, then by `ties`; only rows that share a ts pay for the ties."""
+def _order(columns: dict[str, npt.NDArray[Any]]) -> IntArray:
+    """Positions sorted by ts, longest first, then lane and name; only rows that share a ts pay for the ties.
+
+    What then still ties goes by a hash of category, phase and arguments, so that the file's order never decides.
+    """
+    ts = columns["ts"]
     order = np.argsort(ts, kind="stable")
-    sorted_ts = ts[order]
-    same = np.zeros(len(ts) + 1, np.bool_)
-    same[1:-1] = sorted_ts[1:] == sorted_ts[:-1]
-    shared = same[:-1] | same[1:]
+    at = np.flatnonzero(np.diff(ts[order]) == 0)
+    shared = np.zeros(len(ts), np.bool_)
+    shared[at] = True
+    shared[at + 1] = True
     at = np.flatnonzero(shared)
     rows = order[at]
-    keys = [key[rows] for key in ties]
-    order[at] = rows[np.lexsort((*reversed(keys), -dur[rows], ts[rows]))]
+    rest = columns["content"][rows]
+    rest += columns["cat"][rows].astype(np.int64) << 8 | columns["ph"][rows]
+    place = columns["lane"][rows].astype(np.int64) << 32 | columns["name"][rows]
+    order[at] = rows[np.lexsort((rest, place, -columns["dur"][rows], ts[rows]))]
     return order
 
 
-def _strings(
-    table: RawTable, names: Int32Array, raw_args: dict[int, Any], health: Health
-) -> tuple[tuple[str, ...], CodeArray]:
+def _strings(table: RawTable, names: Int32Array, health: Health) -> tuple[tuple[str, ...], CodeArray]:
     """(sorted texts of names and text arguments, new code of every old one; [-1] is the code of "" if needed)."""
     used = np.zeros(table.text_count + 1, np.bool_)
     used[names] = True
-    for raw in raw_args.values():
-        if raw is not None:
-            _, tags, values = raw
-            used[values[tags == TAG_TEXT]] = True
+    for held in table.text_codes():
+        used[held] = True
     needs_empty, used = bool(used[-1]), used[:-1]
     raw_texts, codes = texts_of(table.st, table.mem, used)
     texts, broken = [], 0
@@ -202,28 +199,19 @@ def _lane_names(
     return names, labelled
 
 
-def _arg(
-    key: str,
-    rows: Int32Array,
-    tags: npt.NDArray[np.uint8],
-    values: npt.NDArray[Any],
-    place: Int32Array,
-    recode: CodeArray,
-) -> Arg | None:
+def _arg(key: str, rows: Int32Array, values: npt.NDArray[Any], unsigned: BoolArray, recode: CodeArray) -> Arg:
     """One argument's column in table order; of a key that stands twice in an event the last value counts."""
-    rows = place[rows]
-    if len(rows) > 1:
-        by_row = np.argsort(rows, kind="stable")
-        rows, tags, values = rows[by_row], tags[by_row], values[by_row]
-        last = np.append(rows[1:] != rows[:-1], True)
-        if not last.all():
-            rows, tags, values = rows[last], tags[last], values[last]
+    order = np.argsort(rows, kind="stable")
+    rows, values, unsigned = rows[order], values[order], unsigned[order]
+    last = np.append(rows[1:] != rows[:-1], True)
+    if not last.all():
+        rows, values, unsigned = rows[last], values[last], unsigned[last]
     if KINDS[key] == TEXT:
         return Arg(rows, recode[values], is_text=True)
     if KINDS[key] == REAL:
         return Arg(rows, values.view(np.float64))
-    if (tags == TAG_UINT).any():
-        keep = (tags == TAG_UINT) | (values >= 0)
+    if unsigned.any():
+        keep = unsigned | (values >= 0)
         return Arg(rows[keep], values[keep].view(np.uint64))
     return Arg(rows, values)
 

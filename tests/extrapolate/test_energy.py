@@ -1,0 +1,51 @@
+"""Power, tokens a joule and money a token."""
+
+from __future__ import annotations
+
+import pytest
+
+from scaletrace.errors import UsageError
+from scaletrace.extrapolate.energy import PowerModel, Prices, economy
+
+
+def test_power_is_idle_plus_what_kernels_and_collectives_add() -> None:
+    """Shares of TDP add up and stop at it."""
+    model = PowerModel(idle=0.1, compute=0.6, communication=0.3)
+
+    assert 70.0 == pytest.approx(model.power_W(700, 0.0, 0.0))
+    assert 700 * (0.1 + 0.3 + 0.06) == pytest.approx(model.power_W(700, 0.5, 0.2))
+    assert 700.0 == model.power_W(700, 1.0, 1.0)
+
+
+def test_power_falls_far_less_than_throughput_when_collectives_take_over() -> None:
+    """A GPU that computes at 63 % of its rate with a collective resident most of the time still draws over 85 %."""
+    model = PowerModel()
+    full, bound = model.power_W(700, 0.887, 0.213), model.power_W(700, 0.559, 0.834)
+
+    assert 0.85 < bound / full < 1.0
+    assert bound / full - 1 == pytest.approx(-0.0587, abs=0.005)
+
+
+def test_shares_outside_their_range_and_an_unknown_tdp_are_refused() -> None:
+    """The message names the value."""
+    with pytest.raises(UsageError, match=r"compute rate is 1\.2"):
+        PowerModel().power_W(700, 1.2, 0)
+    with pytest.raises(UsageError, match="power is not known"):
+        PowerModel().power_W(0, 0.5, 0)
+
+
+def test_cost_of_a_million_tokens_is_hours_and_energy() -> None:
+    """At 1,000 tokens/s an hour at 3.60 costs 1.00 a million tokens; 1 kW at 0.36 a kWh adds 0.10."""
+    prices = Prices({"h100": 3.60}, kwh=0.36)
+
+    found = economy(1000, 1000, "h100", prices)
+
+    assert 1.10 == pytest.approx(found.money_per_million_tokens)
+    assert 1.0 == found.tokens_per_J
+
+
+def test_without_prices_there_is_no_cost_and_an_unknown_device_is_named() -> None:
+    """Missing is never zero."""
+    assert economy(1000, 500).money_per_million_tokens is None
+    with pytest.raises(UsageError, match="no price for 'b200'; the price table has h100"):
+        economy(1000, 500, "b200", Prices({"h100": 2.0}))

@@ -5,6 +5,7 @@ Every fact is best effort: what can't be found out is absent, never guessed.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
@@ -26,17 +27,17 @@ def versions() -> dict[str, str]:
             if getattr(torch.version, name, None):
                 found[name] = str(getattr(torch.version, name))
         if torch.cuda.is_available():
-            found.update(_told(lambda: {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}))
-            found.update(_told(lambda: {"cudnn": str(torch.backends.cudnn.version())}))
+            found.update(told(lambda: {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}, {}))
+            found.update(told(lambda: {"cudnn": str(torch.backends.cudnn.version())}, {}))
     return found
 
 
-def _told(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer of a call into somebody else's library, {} where it fails."""
+def told(ask: Callable[[], Any], otherwise: Any) -> Any:
+    """The answer of a call into somebody else's library, `otherwise` where it fails: a missing fact costs no recording."""
     try:
         return ask()
-    except (RuntimeError, AttributeError, OSError, ValueError, TypeError, KeyError, ImportError):
-        return {}
+    except Exception:  # noqa: BLE001  (private parts of torch, of versions to come)
+        return otherwise
 
 
 def host() -> dict[str, Any]:
@@ -49,7 +50,7 @@ def host() -> dict[str, Any]:
         if line.startswith("model name"):
             found["cpu"] = line.partition(":")[2].strip()
             break
-    found.update(_told(lambda: {"memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}))
+    found.update(told(lambda: {"memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}, {}))
     return {**found, "devices": devices(), "nics": nics()}
 
 
@@ -134,7 +135,7 @@ def meshes() -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for thing in gc.get_objects():
         if type(thing) is kind:
-            fact = _told(lambda mesh=thing: _mesh(mesh))  # type: ignore[misc]
+            fact = told(functools.partial(_mesh, thing), {})
             if fact:
                 found[tuple(fact["axes"]), tuple(fact["shape"])] = fact
     return sorted(found.values(), key=lambda fact: (-len(fact["shape"]), fact["axes"]))

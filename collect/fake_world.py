@@ -157,7 +157,7 @@ def watch_step() -> None:
 
     issued: list[Issued] = []
 
-    class Watching(TorchDispatchMode):
+    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             space, _, name = str(func._schema.name).partition("::")
@@ -165,7 +165,7 @@ def watch_step() -> None:
                 issued.append(_issued(name, args, result))
             return result
 
-    mode: Any = Watching()
+    mode: Any = Watching()  # type: ignore[no-untyped-call]
     mode.__enter__()
     _state.watching, _state.issued = mode, issued
 
@@ -193,7 +193,8 @@ def _issued(name: str, args: Any, result: Any) -> Issued:
             except (RuntimeError, TypeError):
                 continue  # the reduce operation is a script object too
     if group is None and name_of_group is not None:
-        group = dist.distributed_c10d._resolve_process_group(name_of_group)
+        c10d: Any = dist.distributed_c10d
+        group = c10d._resolve_process_group(name_of_group)
     if name in GATHERED_FIRST:
         outputs, inputs = tensors[:1], tensors[1:2]
     elif name in ("allgather_", "reduce_scatter_", "alltoall_", "gather_", "scatter_"):

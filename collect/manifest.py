@@ -22,7 +22,7 @@ Schema `scaletrace.capture/1` (times in ns, unix; what is not known is absent):
     clocks    [{rank, when, offset_ns, low_ns, high_ns, rtt_ns, samples, at_ns}]: own clock minus that of rank 0's host,
               for the ranks of all other hosts; the truth lies in [low_ns, high_ns]
     members   [{rank, host, pid, local_rank, rank_source, attempt, trace, sidecar, first_step, last_step, partial,
-                boundaries_ns, start_cost_ns, export_ns, notes}]
+                boundaries_ns, start_cost_ns, export_ns, probe_rtt_ns {before, after}, notes}]
     notes     what the collector had to say, and the failures of packing
     records   the members' records as written, only while ranks are missing, so that a later launcher can add its own
 
@@ -156,6 +156,7 @@ def _member(record: dict[str, Any]) -> dict[str, Any]:
     return {
         **{key: record[key] for key in _MEMBER if record.get(key) is not None},
         "host": record["host"].get("name", ""),
+        "probe_rtt_ns": {when: probe["rtt_ns"] for when, probe in record["clock"].items() if probe},
         **{key: name for key, name in record["files"].items() if name},
     }
 

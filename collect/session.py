@@ -83,7 +83,7 @@ class Recorder:
 
     def note_optimizer(self, optimizer: Any) -> None:
         """Remember how many parameters the counting optimizer trains."""
-        self._guarded(lambda: self._model.update(facts.parameters(optimizer)))
+        self._model.update(facts.told(lambda: facts.parameters(optimizer), {}))
 
     # ------------------------------------------------------------ what it does
 
@@ -160,7 +160,7 @@ class Recorder:
         several = settings.every or settings.on_demand
         parts = (f"attempt{place.attempt}" if place.attempt else "", f"step{first:06d}" if several else "")
         name = "/".join(part for part in parts if part)
-        groups = [(description, members) for _, description, _, members in facts.process_groups()]
+        groups = [(description, members) for _, description, _, members in facts.told(facts.process_groups, [])]
         selected = is_selected(settings.ranks, place, groups)
         window = Window(settings, place, name, selected, self.watch, self._job)
         self._window, self._wake = window, 0

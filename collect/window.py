@@ -155,7 +155,7 @@ class Window:
     def _finish(self, number: int, partial: bool) -> None:
         self.finished = True
         self.folder.mkdir(parents=True, exist_ok=True)
-        record = flight_record(self._place.rank, self._place.world_size)
+        record = facts.told(lambda: flight_record(self._place.rank, self._place.world_size), None)
         fake = self._settings.fake_world
         if fake:
             from scaletrace.collect.fake_world import recorded_sidecar
@@ -188,10 +188,10 @@ class Window:
                 "before": clocks.as_json(self.before),
                 "after": clocks.as_json(probe(self._settings, place)),
             },
-            "versions": facts.versions(),
-            "host": facts.host(),
-            "groups": facts.groups(),
-            "meshes": facts.meshes(),
+            "versions": facts.told(facts.versions, {}),
+            "host": facts.told(facts.host, {}),
+            "groups": facts.told(facts.groups, []),
+            "meshes": facts.told(facts.meshes, []),
             "notes": self.notes,
             "job": self._about(),
         }

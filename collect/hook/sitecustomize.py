@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-if False:  # typing is slow to import, and this runs in every interpreter
+TYPE_CHECKING = False  # importing it from typing is slow, and this runs in every interpreter
+if TYPE_CHECKING:
     from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))

@@ -19,7 +19,7 @@ _ROWS = 6
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="Capture: a folder, a file or a glob.")],
+    path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
     capture: Annotated[
         str | None, typer.Option(help="Which capture, where there are several (default: the newest complete one).")
     ] = None,
@@ -161,10 +161,11 @@ def _collectives(job: Job) -> dict[str, Any]:
                 "count": len(at),
                 "wait_ns": int(each.wait_ns[at].sum()),
                 "transfer_ns": int(each.transfer_ns[at][known].sum()) if known.any() else None,
+                "transfer_at_most_ns": int(each.at_most_ns[at].sum()),
                 "busbw_Bps": float(np.median(rate)) if len(rate) else None,
             }
         )
-    listed.sort(key=lambda row: -((row["transfer_ns"] or 0) + row["wait_ns"]))
+    listed.sort(key=lambda row: -((row["transfer_ns"] or row["transfer_at_most_ns"]) + row["wait_ns"]))
     late = Counter(each.late_rank[full & (each.late_rank >= 0)].tolist())
     return {
         "matched": int(full.sum()),
@@ -295,7 +296,7 @@ def _kind_table(answer: dict[str, Any]) -> Table:
             _bytes(row["bytes"]),
             str(row["count"]),
             _time(row["wait_ns"]),
-            _time(row["transfer_ns"]),
+            _time(row["transfer_ns"]) if row["transfer_ns"] is not None else f"≤ {_time(row['transfer_at_most_ns'])}",
             f"{rate / 1e9:.3g}" if rate is not None else "?",
         )
     return table

@@ -20,6 +20,7 @@ def finish(
     table: Table,
     groups: Groups,
     ranks: Sequence[int],
+    world: int,
     clocks: Mapping[int, Clock],
     health: Health,
 ) -> Collectives:
@@ -39,7 +40,7 @@ def finish(
     first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]]) if len(order) else np.zeros(0, np.int64)
     size = np.diff(np.r_[first, len(order)])
     matched = np.repeat(_full(table, order, first, size, groups.groups, ranks), size)
-    alone = np.repeat(size == 1, size) & ~_single(table, order, groups.groups, len(ranks))
+    alone = np.repeat(size == 1, size) & ~_single(table, order, groups.groups, world)
     comparable = clock_tools.comparable(clocks, table.rank)[order]
     comparable = np.repeat(np.logical_and.reduceat(comparable, first), size) if len(first) else comparable
     wait, transfer = waits.split(
@@ -92,9 +93,9 @@ def _full(
     return np.asarray(size >= need, np.bool_)
 
 
-def _single(table: Table, order: IntArray, groups: Sequence[Group], count: int) -> BoolArray:
+def _single(table: Table, order: IntArray, groups: Sequence[Group], world: int) -> BoolArray:
     """Members whose group holds nobody else."""
-    sizes = np.array([group.size for group in groups] + [count], np.int64)
+    sizes = np.array([group.size for group in groups] + [world], np.int64)
     lone = sizes[np.where(table.group[order] >= 0, table.group[order], len(groups))] == 1
     return np.asarray(lone, np.bool_) & ~np.isin(table.kind[order], list(P2P))
 

@@ -17,6 +17,7 @@ from scaletrace.parse import clocks as clock_tools
 from scaletrace.parse.collectives import Table, join, match, members_of, uses
 from scaletrace.parse.completeness import check_completeness
 from scaletrace.parse.events import TIME_UNKNOWN
+from scaletrace.parse.fetch import local
 from scaletrace.parse.finish import finish
 from scaletrace.parse.groups import build_groups, name_axes, override_axes, said_by
 from scaletrace.parse.health import Health
@@ -24,7 +25,6 @@ from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from scaletrace.parse.match_pairs import one_way, pair_messages
 from scaletrace.parse.members import KIND
-from scaletrace.parse.one_job import refuse_several_jobs
 from scaletrace.parse.peek import Found, rank_value
 from scaletrace.parse.ranks import SEVERAL_HEADERS, Capture, choose, discover, rank_in_events
 from scaletrace.parse.reader import TraceFile, read_file
@@ -45,7 +45,7 @@ def load(
     step_annotation: str | None = None,
     patterns: Sequence[str] = (),
 ) -> Job:
-    """Load a job from a folder, a file, a glob or several of them.
+    """Load a job from a folder, a file, a glob, a URL that fsspec reads, or several files.
 
     strict           raise on the first damage or contradiction instead of counting it
     workers          processes that read files (default: as many as pay)
@@ -59,11 +59,11 @@ def load(
     the clocks can't be reconciled.
     """
     health = Health()
-    captures = discover(source, health, rank_regex)
-    chosen = choose(captures, capture, health)
-    files = _read(chosen.files, strict, workers)
-    traces = _ranks(chosen, files, health, step_annotation)
-    refuse_several_jobs(traces)
+    with local(source) as here:
+        captures = discover(here, health, rank_regex)
+        chosen = choose(captures, capture, health)
+        files = _read(chosen.files, strict, workers)
+        traces = _ranks(chosen, files, health, step_annotation)
     job = assemble(traces, health, strict=strict, patterns=patterns, manifest=chosen.manifest)
     if axes is not None:
         job = replace(job, groups=override_axes(job.groups, axes))
@@ -135,7 +135,9 @@ def _rank_of(found: Found, file: TraceFile, count: int) -> tuple[int, str, int]:
         return found.rank, found.rank_rule, world
     if count == 1:
         return 0, "default, no rank in the file", world
-    raise InputError(f"{found.path}: no rank in the file or its name; name it with --rank-regex '…(\\d+)…'")
+    raise InputError(
+        f"{found.path}: no rank in the file or its name; name it with --rank-regex '…(\\d+)…', or load one file alone"
+    )
 
 
 def assemble(
@@ -164,7 +166,7 @@ def assemble(
     for sentence in aligned.refused:
         health.unmatched["ranks whose clock can't be aligned"] += 1
         health.note(sentence)
-    collectives = finish(table, groups, ranks, aligned.clocks, health)
+    collectives = finish(table, groups, ranks, world, aligned.clocks, health)
     named = name_axes(groups.groups, uses(table, traces), world, health)
     return Job(
         tuple(traces),

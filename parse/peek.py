@@ -14,6 +14,7 @@ from typing import Any
 from scaletrace.errors import InputError
 from scaletrace.parse.sniff import describe
 
+SUFFIXES = (".json", ".json.gz", ".json.zst")
 _HEAD_BYTES = 64 * 1024
 _HEAD_LIMIT = 16 * 1024 * 1024
 _DECODER = json.JSONDecoder()

@@ -23,9 +23,8 @@ from scaletrace.parse.groups import restore_members
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, SYNCHRONISING
 from scaletrace.parse.members import kind_of
-from scaletrace.parse.peek import HAS_PID, Found, sniff
+from scaletrace.parse.peek import HAS_PID, SUFFIXES, Found, sniff
 
-SUFFIXES = (".json", ".json.gz", ".json.zst")
 SEVERAL_HEADERS = "file name (after “rank”), since several headers state the same rank"
 
 

@@ -73,6 +73,8 @@ class Instances:
     late_rank   int64: rank that started last on the job's clock, -1 where fewer than two were seen
     wait_ns     int64: sum of the members' waits
     transfer_ns int64: time after the last start, -1 where the members seen do not tell
+    at_most_ns  int64: shortest member of any instance of the same kind, group and size. A transfer can't be longer, so
+                where a rank stands alone this is what its trace says, an upper bound
     algbw_Bps, busbw_Bps  float64: nan where bytes or time are unknown
     """
 
@@ -83,6 +85,7 @@ class Instances:
     late_rank: IntArray
     wait_ns: IntArray
     transfer_ns: IntArray
+    at_most_ns: IntArray
     algbw_Bps: FloatArray
     busbw_Bps: FloatArray
 
@@ -140,6 +143,18 @@ def instances_of(job: Job) -> Instances:
         np.where(count > 1, late, -1),
         waited,
         transfer,
+        _envelope(c.kind[first], c.group[first], moved, shortest),
         algbw,
         algbw * factor if len(first) else algbw,
     )
+
+
+def _envelope(kind: ByteArray, group: Int32Array, moved: IntArray, shortest: IntArray) -> IntArray:
+    """The least of `shortest` over the instances that move the same in the same way."""
+    if not len(kind):
+        return shortest
+    key = np.column_stack([kind.astype(np.int64), group.astype(np.int64), moved])
+    _, code = np.unique(key, axis=0, return_inverse=True)
+    least = np.full(int(code.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(least, code.reshape(-1), shortest)
+    return np.asarray(least[code.reshape(-1)], np.int64)

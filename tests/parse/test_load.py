@@ -133,3 +133,20 @@ def test_processes_read_what_one_reads(tmp_path: Path) -> None:
     one, two = load(tmp_path, workers=1), load(tmp_path, workers=2)
 
     assert one.collectives.to_frame().equals(two.collectives.to_frame())
+
+
+def test_a_url_is_read_like_a_folder(tmp_path: Path) -> None:
+    """Whatever fsspec reaches: a folder, a glob, and a clear error for nothing and for an unknown protocol."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    write(tmp_path, {r: nccl("allreduce", 0, 10, 30, 1, Seq=1) for r in (0, 1)})
+    for path in tmp_path.iterdir():
+        memory.pipe(f"/captures/one/{path.name}", path.read_bytes())
+
+    for source in ("memory://captures/one", "memory://captures/one/rank*.json", "memory://captures"):
+        job = load(source)
+        assert ([0, 1], source) == ([trace.rank for trace in job.ranks], job.source)
+    for broken in ("memory://nothing", "nosuch://x"):
+        with pytest.raises(InputError, match=broken.partition(":")[0]):
+            load(broken)

@@ -104,6 +104,22 @@ def test_an_instance_that_lacks_a_present_rank_tells_no_transfer(tmp_path: Path)
     assert np.isnan(instances_of(job).busbw_Bps).all()
 
 
+def test_a_rank_alone_gives_an_upper_bound(tmp_path: Path) -> None:
+    """Without partners nothing tells the transfer, but it was never longer than the shortest of its kind."""
+    events = [
+        e
+        for k, took in enumerate((50, 20, 90))
+        for e in nccl("allreduce", 200 * k, 200 * k + 9, 200 * k + 9 + took, k + 1)
+    ]
+    each = instances_of(loaded(tmp_path, {0: events}, world=2))
+
+    assert [-1, -1, -1] == each.transfer_ns.tolist()
+    assert [20_000] * 3 == each.at_most_ns.tolist()
+    bare = [kernel("ncclDevKernel_AllReduce", 0, 5)]
+    assert [-1] == loaded(tmp_path / "b", {0: bare}, world=2, groups=[]).collectives.transfer_ns.tolist()
+    assert [5_000] == loaded(tmp_path / "c", {0: bare}, world=1, groups=[]).collectives.transfer_ns.tolist()
+
+
 def training(
     delay_us: int, work_us: int, slow: int | None = None, host_late: bool = False, ranks: int = 3
 ) -> dict[int, list[Event]]:

@@ -1,0 +1,76 @@
+"""scaletrace limits: the documented JSON, what the options change, and errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from scaletrace.cli.limits import limits
+
+
+def ask(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the one command."""
+    app = typer.Typer()
+    app.command()(limits)
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_answer_has_the_documented_parts() -> None:
+    """device, linear_until_flop, wall_flop and a curve of flop, utilization, layout."""
+    code, out, _ = ask("--json", "--flop", "1e26,2e28")
+    answer = json.loads(out)
+
+    assert 0 == code
+    assert "scaletrace.limits/1" == answer["schema"]
+    assert "H100 SXM" == answer["device"]
+    assert answer["wall_flop"] == pytest.approx(1.97e31, rel=0.01)
+    assert 1e28 < answer["linear_until_flop"] < 2e29
+    assert [1e26, 2e28] == [point["flop"] for point in answer["curve"]]
+    assert {"flop", "utilization", "layout"} == set(answer["curve"][0])
+    assert 0.6 < answer["curve"][1]["utilization"] < 0.7
+
+
+def test_options_move_the_limits() -> None:
+    """Half the latencies move the wall by four; more network moves the linear end."""
+    base, near, fast = (
+        json.loads(ask("--json", "--flop", "1e26", *more)[1])
+        for more in ((), ("--latency-us", "1.35", "--launch-us", "2.9"), ("--network", "4"))
+    )
+
+    assert near["wall_flop"] == pytest.approx(4 * base["wall_flop"])
+    assert fast["linear_until_flop"] > 10 * base["linear_until_flop"]
+
+
+def test_no_limit_is_null_and_said() -> None:
+    """Without any latency there is no wall: null in JSON, words in the table."""
+    free = ("--latency-us", "0", "--launch-us", "0", "--flop", "1e26")
+
+    assert json.loads(ask("--json", *free)[1])["wall_flop"] is None
+    assert "wall at no end below 1e36" in " ".join(ask(*free)[1].split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--flop", "many"), "write numbers such as 1e26,2e28"),
+        (("--network", "0"), "--network 0.0 must be a positive number"),
+        (("--latency-us", "-1"), "--latency-us -1.0 must be at least 0"),
+        (("--utilization", "2"), "utilization is 2.0"),
+        (("--cluster", "no-such"), "no-such"),
+    ],
+)
+def test_wrong_usage_is_exit_code_two(arguments: tuple[str, ...], message: str) -> None:
+    """One sentence on stderr, nothing on stdout."""
+    code, out, err = ask(*arguments)
+
+    assert (2, "") == (code, out)
+    assert message in " ".join(err.split())
+
+
+def test_quiet_prints_nothing() -> None:
+    """The exit code tells."""
+    assert (0, "", "") == ask("--quiet", "--flop", "1e26")

@@ -34,6 +34,7 @@ JOBS = {
     "lightllm8": "lightllm8_h200-logs-run1",
     "lightllm8_overlap": "lightllm8_h200-logs_decode_overlap-run1",
     "megatron_tp2_v100": "megatron_tp2_v100",
+    "nanogpt_ab (rank 0 alone)": "nanogpt_ab_v1/alt1__modded-nanogpt-current-gpu-rank-00-chrome-trace.json.gz",
 }
 WHATIFS = (("comm=3",), ("compute=2",), ("host=0.25",))
 DROPPED = (

@@ -14,7 +14,7 @@ from scaletrace.parse.build_host import RankInput
 from scaletrace.parse.build_rank import add_rank, external_kernels, read_rank
 from scaletrace.parse.build_stalls import Columns, add_occupancy, add_tight_ends, insert_stalls, residuals, time_sliced
 from scaletrace.parse.cats import DEVICE_CATS
-from scaletrace.parse.events import BoolArray, Int32Array, IntArray
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import (
     EdgeKind,
     EdgeSource,
@@ -25,7 +25,7 @@ from scaletrace.parse.graph import (
     NodeKind,
 )
 from scaletrace.parse.health import Health
-from scaletrace.parse.job import KINDS, Job
+from scaletrace.parse.job import KINDS, Clock, Job, RankTrace
 
 HUB_FROM = 3
 """Members from which a full rendezvous goes through one hub instead of an edge per pair."""
@@ -146,9 +146,18 @@ def _inputs(draft: Draft, job: Job, group_index: dict[int, int]) -> list[RankInp
             int(event): position[int(instance)]
             for event, instance in zip(table.event[rows], table.instance[rows], strict=True)
         }
-        shift = -clock.offset_ns if clock is not None else 0
+        shift = _shift_ns(clock, trace) if clock is not None else 0
         out.append(RankInput(trace, shift, table.event[rows].astype(np.int64), of_row))
     return out
+
+
+def _shift_ns(clock: Clock, trace: RankTrace) -> int:
+    """What brings a rank's times onto the job's clock, drift included as it stands in the middle of the window."""
+    known = trace.events.ts_ns[trace.events.ts_ns != TIME_UNKNOWN]
+    if not len(known):
+        return -clock.offset_ns
+    middle = known[len(known) // 2 :][:1]
+    return int((clock.to_job_ns(middle) - middle)[0])
 
 
 @dataclass(frozen=True, slots=True)

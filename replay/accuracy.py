@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import Graph, Measured, NodeKind
 from scaletrace.replay.align import pair, sequences, tokens
 from scaletrace.replay.engine import replay
@@ -15,6 +15,7 @@ from scaletrace.replay.timeline import Timeline
 _DEVICE = (NodeKind.KERNEL, NodeKind.COPY, NodeKind.TRANSFER)
 _HOST = (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.WAIT)
 EXTERNAL_SHARE = 1 / 3
+MOST_TARGETS, MOST_DONORS = 16, 8
 WINDOW = -1
 """Step number that stands for the whole window where the trace has no steps."""
 
@@ -115,49 +116,55 @@ def across_steps(graph: Graph, measured: Measured) -> list[AcrossSteps]:
     """Predict each step from the durations of the others on its own structure; empty below two steps.
 
     Stalls are at zero, blocking calls never keep their durations: what a step needs beyond that can't be predicted.
+    Of a long job at most sixteen steps are predicted, each from the eight nearest ones.
     """
-    parts = sequences(graph)
-    given = given_steps(graph, measured)
-    numbers = sorted({step for _, step, _ in parts if step >= 0 and step not in given})
+    parts, given = sequences(graph), given_steps(graph, measured)
+    by_step = {e.step: e for e in step_errors(graph, measured, replay(graph))}
+    numbers = sorted({step for _, step, _ in parts if step in by_step and step >= 0 and step not in given})
     if len(numbers) < 2:
         return []
-    base = step_errors(graph, measured, replay(graph))
-    by_step = {e.step: e for e in base}
-    mark = tokens(graph)
-    device = graph.nodes(*_DEVICE)
+    chosen = [numbers[at] for at in np.unique(np.linspace(0, len(numbers) - 1, MOST_TARGETS).round().astype(int))]
+    device, strict, mark = graph.nodes(*_DEVICE), without_stalls(graph), tokens(graph)
     out = []
-    for number in numbers:
-        if number not in by_step:
-            continue
-        others = [n for n in numbers if n != number and n in by_step]
-        total, count = np.zeros(len(graph)), np.zeros(len(graph), np.int32)
-        nodes = [(key, seq) for key, seq in parts.items() if key[1] == number]
-        for (rank, _, lane), seq in nodes:
-            for other in others:
-                donor = parts.get((rank, other, lane))
-                if donor is None:
-                    continue
-                at = pair(mark[seq], mark[donor])
-                hit = at >= 0
-                total[seq[hit]] += graph.dur_ns[donor[at[hit]]]
-                count[seq[hit]] += 1
-        found = count > 0
-        strict = without_stalls(graph)
-        everything = np.where(found, np.rint(total / np.maximum(count, 1)).astype(np.int64), strict)
-        device_only = np.where(found & device, everything, strict)
-        whole = sum(len(seq) for _, seq in nodes)
+    for number in chosen:
+        nearest = sorted((n for n in numbers if n != number), key=lambda n: (abs(n - number), n))
+        others = sorted(nearest[:MOST_DONORS])
+        mine = {key: nodes for key, nodes in parts.items() if key[1] == number}
+        found, mean = _from_others(graph, mark, parts, mine, others)
+        everything = np.where(found, mean, strict)
+        whole = sum(len(nodes) for nodes in mine.values())
         out.append(
             AcrossSteps(
                 number,
                 by_step[number].measured_ns,
                 _step_time(graph, measured, everything, number),
-                _step_time(graph, measured, device_only, number),
+                _step_time(graph, measured, np.where(found & device, everything, strict), number),
                 float(np.mean([by_step[n].measured_ns for n in others])),
                 float(found.sum() / whole) if whole else 0.0,
                 _host_variation(graph, number, others),
             )
         )
     return out
+
+
+Sequences = dict[tuple[int, int, int], Int32Array]
+
+
+def _from_others(
+    graph: Graph, mark: IntArray, parts: Sequences, mine: Sequences, others: list[int]
+) -> tuple[BoolArray, IntArray]:
+    """Which nodes have counterparts in the other steps, and the mean of their durations (int64[n])."""
+    total, count = np.zeros(len(graph)), np.zeros(len(graph), np.int32)
+    for (rank, _, lane), nodes in mine.items():
+        for other in others:
+            donor = parts.get((rank, other, lane))
+            if donor is None:
+                continue
+            at = pair(mark[nodes], mark[donor])
+            hit = at >= 0
+            total[nodes[hit]] += graph.dur_ns[donor[at[hit]]]
+            count[nodes[hit]] += 1
+    return count > 0, np.rint(total / np.maximum(count, 1)).astype(np.int64)
 
 
 def _step_time(graph: Graph, measured: Measured, dur_ns: IntArray, number: int) -> int:

@@ -11,6 +11,8 @@ from scaletrace.view.report.chart import Plot, gpu_scale, stacked_columns, up_sc
 from scaletrace.view.report.html import Cell, Html, Table, join
 from scaletrace.view.report.read import Document, banded, mapping, num, rows
 
+_IDEAL = "ideal_overlap_step_time_s"
+"""Step time if compute did not slow down beside communication; the second of the two numbers that belong together."""
 _SHAPES = {"measured": "circle", "interpolated": "square", "extrapolated": "diamond"}
 """Shape of a point by where its number comes from."""
 
@@ -56,14 +58,20 @@ def curve(doc: Document) -> Plot | None:
         for at, b in zip(places, bands, strict=True)
         if b.low is not None and b.high is not None
     ]
+    ideal = [(at, y(v)) for at, p in zip(places, chosen, strict=True) if (v := num(p.get(_IDEAL))) is not None]
+    names = [(0, "step, with its band"), *([(6, "if overlap cost nothing")] if ideal else [])]
+    keys, room = svg.legend(names, svg.HEIGHT + 16)
     drawing = svg.svg(
         svg.axes(x, y, "GPUs", "step time"),
         svg.band(area, "f0 band") if len(area) > 1 else None,
+        svg.line(ideal, "s6 line dash") if len(ideal) > 1 else None,
         svg.line(middle, "s0 line"),
         *(_curve_point(p, x, y, "f0 faint") for p in others),
         *(_curve_point(p, x, y, "f0" if _shape(p) == "circle" else "s0 hollow") for p in chosen),
         _marks(doc, x, y),
+        keys,
         about="step time over cluster size; the table below has the numbers",
+        height=svg.HEIGHT + 8 + room,
     )
     return Plot("curve", "Step time", drawing, _points_table(chosen + others))
 
@@ -90,23 +98,35 @@ def _marks(doc: Document, x: svg.Scale, y: svg.Scale) -> Html:
 
 
 def _points_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ["GPUs", "layout", "step s", "low s", "high s", "tokens/s/GPU", "MFU", "exposed", "bubble", "straggler"]
+    columns = [
+        "GPUs",
+        "layout",
+        "step s",
+        "low s",
+        "high s",
+        "ideal overlap s",
+        "tokens/s/GPU",
+        "MFU",
+        "exposed",
+        "bubble",
+        "straggler",
+    ]
     columns += ["memory bytes", "power W/GPU", "dominant", "provenance"]
     raw: list[list[Cell]] = []
     shown: list[list[object]] = []
     for point in points:
-        step = banded(point.get("step_time_s"))
+        step, ideal = banded(point.get("step_time_s")), num(point.get(_IDEAL))
         fractions = [
             num(point.get(key)) for key in ("mfu", "exposed_comm_fraction", "bubble_fraction", "straggler_fraction")
         ]
         texts: list[Cell] = [units.clean(point.get("dominant") or "", 80), _provenance(point)]
         tokens, memory, power = (num(point.get(k)) for k in ("tokens_per_s_per_gpu", "memory_bytes", "power_W_per_gpu"))
         head: list[Cell] = [num(point.get("gpus")), terminal.layout_text(point.get("layout"))]
-        raw.append([*head, step.p50, step.low, step.high, tokens, *fractions, memory, power, *texts])
+        raw.append([*head, step.p50, step.low, step.high, ideal, tokens, *fractions, memory, power, *texts])
         cells = [
             units.number(num(point.get("gpus"))),
             head[1],
-            *(units.seconds(v) for v in (step.p50, step.low, step.high)),
+            *(units.seconds(v) for v in (step.p50, step.low, step.high, ideal)),
         ]
         cells += [units.number(tokens), *(units.percent(f) for f in fractions), units.size(memory), units.number(power)]
         shown.append([*cells, *texts])

@@ -21,7 +21,7 @@ STYLE = (
     "svg{font:14px system-ui,sans-serif}svg text{fill:var(--ink,#1a1a1a)}.grid{stroke:var(--line,#d0d0d0);stroke-width:1}"
     ".axis{stroke:var(--ink,#1a1a1a);stroke-width:1}.mark{stroke:var(--ink,#1a1a1a);stroke-width:1.5;stroke-dasharray:5 4}"
     ".hollow{fill:var(--paper,#fff);stroke-width:2}.band{opacity:.22}.line{stroke-width:2.5;stroke-linejoin:round}"
-    ".halo{paint-order:stroke;stroke:var(--paper,#fff);stroke-width:5px;stroke-linejoin:round}.faint{opacity:.45}.edge{stroke:var(--paper,#fff);stroke-width:.7}"
+    ".dash{stroke-dasharray:3 5}.halo{paint-order:stroke;stroke:var(--paper,#fff);stroke-width:5px;stroke-linejoin:round}.faint{opacity:.45}.edge{stroke:var(--paper,#fff);stroke-width:.7}"
     + _RULES
 )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scaletrace.errors import InputError
+from scaletrace.errors import InputError, UsageError
 from scaletrace.parse import clocks as clock_tools
 from scaletrace.parse.collectives import Table, join, match, members_of, uses
 from scaletrace.parse.completeness import check_completeness
@@ -23,15 +22,14 @@ from scaletrace.parse.groups import build_groups, name_axes, override_axes, said
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
+from scaletrace.parse.many import read_many
 from scaletrace.parse.match_pairs import one_way, pair_messages
 from scaletrace.parse.members import KIND
 from scaletrace.parse.peek import Found, rank_value
 from scaletrace.parse.ranks import SEVERAL_HEADERS, Capture, choose, discover, rank_in_events
-from scaletrace.parse.reader import TraceFile, read_file
+from scaletrace.parse.reader import TraceFile
 from scaletrace.parse.sidecar import sidecars_by_rank
 from scaletrace.parse.steps import find_steps
-
-_POOL_BYTES = 64 * 1024 * 1024
 
 
 def load(
@@ -44,25 +42,31 @@ def load(
     capture: str | None = None,
     step_annotation: str | None = None,
     patterns: Sequence[str] = (),
+    memory_bytes: int | None = None,
+    spool: str | Path | None = None,
 ) -> Job:
     """Load a job from a folder, a file, a glob, a URL that fsspec reads, or several files.
 
     strict           raise on the first damage or contradiction instead of counting it
-    workers          processes that read files (default: as many as pay)
+    workers          threads that read files (default: one a core)
     rank_regex       regular expression with one group that finds the rank in a file name; overrides the content
     axes             YAML file that names the axes of groups
     capture          which capture, where there are several (default: the newest complete one)
     step_annotation  regular expression for the annotation that marks a step, where there is no ProfilerStep
     patterns         further regular expressions for kernels that communicate
+    memory_bytes, spool  bound the memory of reading, as in `read_many`
 
     Raises InputError for what can't be used, UsageError where the caller has to decide, AlignmentError if strict and
     the clocks can't be reconciled.
     """
+    for option, texts in (("patterns", patterns), ("step_annotation", filter(None, [step_annotation]))):
+        _check_patterns(option, texts)
     health = Health()
     with local(source) as here:
         captures = discover(here, health, rank_regex)
         chosen = choose(captures, capture, health)
-        files = _read(chosen.files, strict, workers)
+        how: dict[str, Any] = {"workers": workers, "memory_bytes": memory_bytes, "spool": spool}
+        chosen, files = _read(chosen, health, strict, how)
         traces = _ranks(chosen, files, health, step_annotation)
     job = assemble(traces, health, strict=strict, patterns=patterns, manifest=chosen.manifest)
     if axes is not None:
@@ -71,19 +75,36 @@ def load(
     return replace(job, source=where, capture=chosen.name, captures={name: one.ranks for name, one in captures.items()})
 
 
-def _read_one(path: str, strict: bool) -> TraceFile:
-    return read_file(path, strict=strict)
+def _check_patterns(option: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise UsageError(f"{option}: {text!r} is not a regular expression: {error}") from error
 
 
-def _read(files: Sequence[Found], strict: bool, workers: int | None) -> list[TraceFile]:
-    """Read the files, in several processes where there is enough to read for that to pay."""
-    paths = [str(file.path) for file in files]
-    total = sum(file.path.stat().st_size * (10 if file.path.suffix != ".json" else 1) for file in files)
-    count = min(workers or os.cpu_count() or 1, len(paths))
-    if count < 2 or (workers is None and total < _POOL_BYTES):
-        return [_read_one(path, strict) for path in paths]
-    with ProcessPoolExecutor(count) as pool:
-        return list(pool.map(_read_one, paths, [strict] * len(paths)))
+def _read(chosen: Capture, health: Health, strict: bool, how: Mapping[str, Any]) -> tuple[Capture, list[TraceFile]]:
+    """The files of a capture that can be read; one that can't costs its rank, not the job, unless `strict` or alone."""
+    try:
+        return chosen, read_many([found.path for found in chosen.files], strict=strict, **how)
+    except InputError:
+        if strict or len(chosen.files) == 1:
+            raise
+    kept: list[Found] = []
+    files: list[TraceFile] = []
+    broken: InputError | None = None
+    for number, found in enumerate(chosen.files):
+        spool = how["spool"] and Path(how["spool"]) / f"part_{number:05d}"
+        try:
+            files += read_many([found.path], **{**how, "spool": spool})
+            kept.append(found)
+        except InputError as error:
+            broken = error
+            health.dropped["files that can't be read"] += 1
+            health.note(f"{error}; its rank is missing")
+    if broken is not None and not kept:
+        raise broken
+    return replace(chosen, files=tuple(kept)), files
 
 
 def _ranks(

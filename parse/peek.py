@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ class Found:
     rank_rule: str = ""
     host: str = ""
     first_ns: int = 0
-    header: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_head(path: Path, size: int = _HEAD_BYTES) -> bytes:
@@ -162,7 +161,6 @@ def _kineto(path: Path, before: str, events: str) -> Found:
         rank_rule="distributedInfo" if rank is not None else "",
         host=host if isinstance(host, str) else _host_in_name(path.name),
         first_ns=(base if isinstance(base, int) else 0) + (int(first[1]) * 1000 if first else 0),
-        header={"distributedInfo": info} if info else {},
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scaletrace.errors import InputError
+from scaletrace.errors import InputError, UsageError
 from scaletrace.parse.load import load
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from tests.parse.jobs import host, loaded, nccl, write
@@ -127,12 +127,36 @@ def test_two_files_of_one_rank_without_a_way_to_tell_are_refused(tmp_path: Path)
         load(tmp_path)
 
 
-def test_processes_read_what_one_reads(tmp_path: Path) -> None:
-    """With two workers the job is the same."""
+def test_one_unreadable_file_costs_its_rank_only(tmp_path: Path) -> None:
+    """The job loads without it and says why; strict refuses."""
+    write(tmp_path, {r: nccl("allreduce", 0, 10, 30, 1, Seq=1) for r in (0, 1)})
+    (tmp_path / "rank1.json").write_text((tmp_path / "rank1.json").read_text() * 2)
+    job = load(tmp_path)
+
+    assert (1,) == job.missing_ranks
+    assert job.health.dropped["files that can't be read"] == 1
+    assert any("rank1.json" in note for note in job.health.notes)
+    with pytest.raises(InputError, match=r"rank1\.json"):
+        load(tmp_path, strict=True)
+    with pytest.raises(InputError, match=r"rank1\.json"):
+        load(tmp_path / "rank1.json")
+
+
+def test_broken_patterns_are_wrong_usage(tmp_path: Path) -> None:
+    """The option and what is wrong with it."""
+    for option in ({"patterns": ["("]}, {"step_annotation": "("}):
+        with pytest.raises(UsageError, match=next(iter(option))):
+            load(tmp_path, **option)  # type: ignore[arg-type]
+
+
+def test_many_threads_read_what_one_reads(tmp_path: Path) -> None:
+    """With two workers, and with tables spooled to disk, the job is the same."""
     write(tmp_path, {r: nccl("allreduce", 0, 10, 30, 1, Seq=1) for r in (0, 1)})
     one, two = load(tmp_path, workers=1), load(tmp_path, workers=2)
+    spooled = load(tmp_path, spool=tmp_path / "spool")
 
     assert one.collectives.to_frame().equals(two.collectives.to_frame())
+    assert one.collectives.to_frame().equals(spooled.collectives.to_frame())
 
 
 def test_a_url_is_read_like_a_folder(tmp_path: Path) -> None:

@@ -74,10 +74,10 @@ def repeat_micro_batches(state: State, count: int, *, accumulate: bool = True) -
         return state
     program = build(layout.pipeline_schedule if layout.pp > 1 else "1F1B", layout.pp, count, layout.chunks)
     out = replace(laid(state, program), layout=layout)
-    return _without_early_reductions(out, state.layout.microbatches) if accumulate else out
+    return without_early_reductions(out, state.layout.microbatches) if accumulate else out
 
 
-def _without_early_reductions(state: State, measured: int) -> State:
+def without_early_reductions(state: State, measured: int) -> State:
     """Drop all-reduces of a data axis from all micro batches but the last, where a single measured one was repeated."""
     graph = state.graph
     if measured > 1:

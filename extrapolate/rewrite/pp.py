@@ -16,8 +16,9 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.anatomy import MESSAGES, Anatomy
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.rewrite.loom import FloatArray, Loom, Woven
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program, message_of
-from scaletrace.extrapolate.rewrite.weave import Copy, FloatArray, Loom, Woven, weave
+from scaletrace.extrapolate.rewrite.weave import Copy, weave
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 from scaletrace.parse.health import Health

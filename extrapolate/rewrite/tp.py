@@ -19,6 +19,7 @@ from scaletrace.extrapolate.layout import DATA_AXES
 from scaletrace.extrapolate.nodework import Mark, NodeWork, Role, Weight
 from scaletrace.extrapolate.rewrite.batch import without_nodes
 from scaletrace.extrapolate.rewrite.data import sharded_elements
+from scaletrace.extrapolate.rewrite.loom import Loom, reopen
 from scaletrace.extrapolate.rewrite.state import (
     State,
     axis_of_item,
@@ -30,7 +31,6 @@ from scaletrace.extrapolate.rewrite.state import (
     told,
     whole_bytes,
 )
-from scaletrace.extrapolate.rewrite.weave import Loom, reopen
 from scaletrace.parse.events import BoolArray, Int32Array
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 
@@ -175,7 +175,20 @@ def _without_collectives(state: State) -> State:
     fed = np.zeros(len(graph), np.bool_)
     into = graph.edge_dst
     fed[into[hub[into] & drop[graph.pred]]] = True
-    return without_nodes(state, drop | (hub & fed))
+    out = without_nodes(state, drop | (hub & fed))
+    return replace(out, graph=_pruned(out.graph))
+
+
+def _pruned(graph: Graph) -> Graph:
+    """The graph without collectives, groups, lanes and names that no node uses any more, as far as they come last."""
+    used = graph.instance[graph.instance >= 0]
+    collectives = graph.collectives[: int(used.max(initial=-1)) + 1]
+    groups = graph.groups
+    while groups and groups[-1].axis == "tp" and all(item.group != len(groups) - 1 for item in collectives):
+        groups = groups[:-1]
+    lanes = graph.lanes[: int(graph.lane.max(initial=-1)) + 1]
+    names = graph.names[: int(graph.name.max(initial=-1)) + 1]
+    return replace(graph, collectives=collectives, groups=groups, lanes=lanes, names=names)
 
 
 def _with_collectives(state: State, degree: int, sequence_parallel: bool) -> State:

@@ -9,32 +9,18 @@ a collective meet again if they have the same tag and team.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from scaletrace.errors import UsageError
-from scaletrace.parse.build_draft import topological_keys
+from scaletrace.extrapolate.rewrite.loom import DEFAULTS, NODE_COLUMNS, FloatArray, Loom, rows_of
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
-from scaletrace.parse.graph import (
-    NO_RELEASE,
-    EdgeKind,
-    EdgeSource,
-    Graph,
-    GraphCollective,
-    GraphGroup,
-    GraphLane,
-    NodeKind,
-    edges_by_destination,
-)
+from scaletrace.parse.graph import EdgeKind, EdgeSource, Graph, GraphLane, NodeKind
 
-FloatArray = npt.NDArray[np.float64]
 ORDERED = (int(EdgeKind.PROGRAM), int(EdgeKind.STREAM))
-NODE_COLUMNS = ("dur_ns", "release_ns", "kind", "rank", "lane", "name", "step", "event", "instance", "blocks", "layer")
-_DEFAULTS = {"dur_ns": 0, "release_ns": NO_RELEASE, "blocks": 0}
 
 
 class Copy(NamedTuple):
@@ -49,162 +35,6 @@ class Copy(NamedTuple):
     team: int = 0
     tag: int = -1
     unit: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Woven:
-    """A finished graph; origin, copy int32[n] (-1 = new node); exact_ns float64[n]: durations before rounding.
-
-    entry int64[n, 3]: lag, kind and source with which a node follows on its thread or stream, kept where it now is the
-    first there (lag -1 = it follows nothing)
-    """
-
-    graph: Graph
-    origin: Int32Array
-    copy: Int32Array
-    exact_ns: FloatArray
-    entry: IntArray
-
-
-@dataclass(slots=True)
-class Loom:
-    """A graph under construction: n nodes in `columns`, edges as (src, dst, lag_ns, kind, source) rows.
-
-    origin int32[n]: node of the source; copy int32[n]: index of the Copy that it came with; nodes added later have none
-    exact_ns float64[n]: durations before rounding, to be scaled in place
-    first, last int32[copies]: first and last node of each copy on its rank's thread of control (or its only stream)
-    dropped: edges between pieces that have no counterpart in the new order
-    """
-
-    columns: dict[str, npt.NDArray[Any]]
-    origin: Int32Array
-    copy: Int32Array
-    exact_ns: FloatArray
-    entry: IntArray
-    first: Int32Array
-    last: Int32Array
-    names: list[str]
-    lanes: list[GraphLane]
-    groups: list[GraphGroup]
-    collectives: list[GraphCollective]
-    layers: tuple[str, ...]
-    dropped: int = 0
-    edges: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    _new: list[dict[str, int]] = field(default_factory=list)
-    _names: dict[str, int] = field(default_factory=dict)
-    _lanes: dict[tuple[int, str], int] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.origin) + len(self._new)
-
-    def name(self, text: str) -> int:
-        """Code of a node name."""
-        if not self._names:
-            self._names = {name: code for code, name in enumerate(self.names)}
-        if text not in self._names:
-            self._names[text] = len(self.names)
-            self.names.append(text)
-        return self._names[text]
-
-    def lane(self, rank: int, name: str, is_device: bool) -> int:
-        """Code of a lane, made where there is none."""
-        if not self._lanes:
-            self._lanes = {(lane.rank, lane.name): code for code, lane in enumerate(self.lanes)}
-        if (rank, name) not in self._lanes:
-            self._lanes[rank, name] = len(self.lanes)
-            self.lanes.append(GraphLane(rank, name, is_device))
-        return self._lanes[rank, name]
-
-    def lane_of(self, node: int) -> int:
-        """Lane of a node, woven or added."""
-        old = len(self.origin)
-        return int(self.columns["lane"][node]) if node < old else self._new[node - old]["lane"]
-
-    def node(self, kind: NodeKind, **columns: int) -> int:
-        """Add a node; columns left out have their default. Returns its number.
-
-        `key`: the node behind which it stands in the order of nodes, where dependencies leave it open
-        """
-        self._new.append({"kind": int(kind), **columns})
-        return len(self) - 1
-
-    def edge(self, src: int, dst: int, kind: EdgeKind, lag_ns: int = 0) -> None:
-        """Add one edge of this rewrite."""
-        self.edges.append(np.array([[src, dst, lag_ns, int(kind), int(EdgeSource.REWRITE)]], np.int64))
-
-    def finish(self) -> Woven:
-        """The graph in topological order. Raises UsageError where the new order waits for itself."""
-        self.columns["dur_ns"] = np.rint(self.exact_ns).astype(np.int64)
-        columns = {}
-        for key, old in self.columns.items():
-            fresh = [row.get(key, _DEFAULTS.get(key, -1)) for row in self._new]
-            columns[key] = np.concatenate([old, np.array(fresh, old.dtype)])
-        n = len(self)
-        edges = np.concatenate(self.edges) if self.edges else np.zeros((0, 5), np.int64)
-        old = np.arange(len(self.origin), dtype=np.int64) * len(self._new or [0])
-        fresh_keys = [row.get("key", n) * len(self._new) + at for at, row in enumerate(self._new)]
-        keys, keep = topological_keys(
-            np.concatenate([old, np.array(fresh_keys, np.int64)]),
-            edges[:, 0].astype(np.int32),
-            edges[:, 1].astype(np.int32),
-        )
-        if not keep.all():
-            at = int(edges[int(np.flatnonzero(~keep)[0]), 1])
-            raise UsageError(f"the new order waits for itself at {self.names[int(columns['name'][at])]!r}")
-        order = np.argsort(keys, kind="stable")
-        position = np.empty(n, np.int64)
-        position[order] = np.arange(n)
-        ptr, pred, lag, kind, source = edges_by_destination(
-            n, position[edges[:, 0]], position[edges[:, 1]], edges[:, 2], edges[:, 3], edges[:, 4]
-        )
-        pad = np.full(len(self._new), -1, np.int32)
-        graph = Graph(
-            **{key: value[order] for key, value in columns.items()},
-            pred_ptr=ptr,
-            pred=pred,
-            lag_ns=lag,
-            edge_kind=kind,
-            edge_source=source,
-            names=tuple(self.names),
-            lanes=tuple(self.lanes),
-            groups=tuple(self.groups),
-            collectives=tuple(self.collectives),
-            layers=self.layers,
-        )
-        exact = np.concatenate([self.exact_ns, columns["dur_ns"][len(self.origin) :].astype(np.float64)])
-        entry = np.concatenate([self.entry, np.tile([-1, 0, 0], (len(self._new), 1))])
-        return Woven(
-            graph,
-            np.concatenate([self.origin, pad])[order],
-            np.concatenate([self.copy, pad])[order],
-            exact[order],
-            entry[order],
-        )
-
-
-def reopen(graph: Graph, exact_ns: FloatArray, entry: IntArray | None = None) -> Loom:
-    """A finished graph as a loom, to add nodes and edges to; node numbers stay."""
-    n = len(graph)
-    columns: dict[str, npt.NDArray[Any]] = {}
-    for key in NODE_COLUMNS:
-        values = getattr(graph, key)
-        columns[key] = values.copy() if len(values) == n else np.full(n, _DEFAULTS.get(key, -1), np.int32)
-    loom = Loom(
-        columns,
-        np.arange(n, dtype=np.int32),
-        np.full(n, -1, np.int32),
-        exact_ns.copy(),
-        np.tile(np.array([-1, 0, 0], np.int64), (n, 1)) if entry is None else entry.copy(),
-        np.zeros(0, np.int32),
-        np.zeros(0, np.int32),
-        list(graph.names),
-        list(graph.lanes),
-        list(graph.groups),
-        list(graph.collectives),
-        graph.layers,
-    )
-    loom.edges.append(_rows(graph.pred, graph.edge_dst, graph.lag_ns, graph.edge_kind, graph.edge_source))
-    return loom
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +81,9 @@ def weave(
     entries = _entries(source, entry)
     loom.entry = entries[origin]
     loom.edges.append(_along(source, loom, entries, origin, copy))
-    across, loom.dropped = _across(source, table, base)
+    across, lost = _across(source, table, base)
     loom.edges.append(across)
+    _on_stream(source, loom, lost, table, base, origin, copy)
     _meet(source, loom, table, origin, copy)
     return loom
 
@@ -304,7 +135,9 @@ def _chains(graph: Graph, role: IntArray) -> Int32Array:
     joins = graph.edge_kind == int(EdgeKind.PROGRAM)
     pairs = np.unique(np.stack([graph.lane[graph.pred[joins]], graph.lane[dst[joins]]], axis=1), axis=0)
     for a, b in pairs.tolist():
-        if a >= 0 and b >= 0 and graph.lanes[a].rank == graph.lanes[b].rank:
+        if min(a, b) < 0 or graph.lanes[a].is_device or graph.lanes[b].is_device:
+            continue
+        if graph.lanes[a].rank == graph.lanes[b].rank:
             low, high = sorted((find(a), find(b)), key=lambda lane: int(role[lane]))
             parent[high] = low
     root = np.array([find(lane) for lane in range(len(graph.lanes))] + [-1], np.int32)
@@ -317,7 +150,7 @@ def _columns(source: _Source, table: IntArray, copy: IntArray, origin: IntArray)
     for key in NODE_COLUMNS:
         values = getattr(graph, key)
         columns[key] = values[origin].copy() if len(values) == len(graph) else np.full(
-            len(origin), _DEFAULTS.get(key, -1), np.int32
+            len(origin), DEFAULTS.get(key, -1), np.int32
         )  # fmt: skip
     columns["rank"] = table[copy, 1].astype(np.int32)
     pairs = np.stack([columns["rank"].astype(np.int64), source.role[graph.lane[origin]]], axis=1)
@@ -367,10 +200,6 @@ def _main_chains(source: _Source) -> BoolArray:
     return out
 
 
-def _rows(src: Any, dst: Any, lag: Any, kind: Any, origin: Any) -> npt.NDArray[np.int64]:
-    return np.stack(np.broadcast_arrays(*(np.asarray(c, np.int64) for c in (src, dst, lag, kind, origin))), axis=1)
-
-
 def _inside(source: _Source, table: IntArray, base: IntArray) -> npt.NDArray[np.int64]:
     """Edges within a piece, once for each of its copies."""
     graph, piece = source.graph, source.piece
@@ -386,7 +215,7 @@ def _inside(source: _Source, table: IntArray, base: IntArray) -> npt.NDArray[np.
     copy = np.repeat(np.arange(len(table)), size)
     start = np.concatenate([[0], np.cumsum(size)])
     edge = inner[np.arange(start[-1]) - start[copy] + ptr[table[copy, 0]]]
-    return _rows(
+    return rows_of(
         base[copy] + source.local[graph.pred[edge]],
         base[copy] + source.local[source.dst[edge]],
         graph.lag_ns[edge],
@@ -414,16 +243,35 @@ def _entries(source: _Source, known: IntArray | None) -> IntArray:
 
 
 def _along(source: _Source, loom: Loom, entries: IntArray, origin: IntArray, copy: IntArray) -> npt.NDArray[np.int64]:
-    """The order of every thread and stream along the new sequence."""
+    """The order of every thread and stream along the new sequence.
+
+    A node that followed another piece's node further back (a transfer the transfer before it, past the next arrival)
+    follows the last node of that kind.
+    """
+    graph = source.graph
     chain = source.role[source.chain[origin]]
     key = np.where(chain >= 0, loom.columns["rank"].astype(np.int64) * (len(source.roles) + 1) + chain, -1)
+    src, dst = _successive(key, copy)
+    edges = np.flatnonzero(_ordered(source) & (source.piece[graph.pred] != source.piece[source.dst]))
+    outside = np.zeros(len(graph), np.bool_)
+    outside[source.dst[edges]] = True
+    later = outside[origin]
+    later[dst] = False
+    of_kind = np.where(key >= 0, key * len(NodeKind) + loom.columns["kind"], -1)
+    more_src, more_dst = _successive(of_kind, copy)
+    chosen = later[more_dst]
+    src, dst = np.concatenate([src, more_src[chosen]]), np.concatenate([dst, more_dst[chosen]])
+    how = entries[origin[dst]]
+    known = how[:, 0] >= 0
+    return rows_of(src[known], dst[known], how[known, 0], how[known, 1], how[known, 2])
+
+
+def _successive(key: IntArray, copy: IntArray) -> tuple[IntArray, IntArray]:
+    """Pairs of neighbours with the same key (≥ 0) that come with different copies."""
     order = np.argsort(key, kind="stable")
     order = order[np.searchsorted(key[order], 0) :]
     follows = (key[order[1:]] == key[order[:-1]]) & (copy[order[1:]] != copy[order[:-1]])
-    src, dst = order[:-1][follows], order[1:][follows]
-    how = entries[origin[dst]]
-    known = how[:, 0] >= 0
-    return _rows(src[known], dst[known], how[known, 0], how[known, 1], how[known, 2])
+    return order[:-1][follows], order[1:][follows]
 
 
 def _default_entries(source: _Source, entries: IntArray) -> None:
@@ -442,8 +290,8 @@ def _default_entries(source: _Source, entries: IntArray) -> None:
             entries[first] = (0, int(EdgeKind.STREAM if on_device else EdgeKind.PROGRAM), int(EdgeSource.REWRITE))
 
 
-def _across(source: _Source, table: IntArray, base: IntArray) -> tuple[npt.NDArray[np.int64], int]:
-    """Edges between pieces of a rank other than its order, and how many found no source in the new sequence."""
+def _across(source: _Source, table: IntArray, base: IntArray) -> tuple[npt.NDArray[np.int64], IntArray]:
+    """Edges between pieces of a rank other than its order; and the (edge, copy) that found no source, int64[k, 2]."""
     graph, piece = source.graph, source.piece
     between = np.flatnonzero(
         (piece[graph.pred] != piece[source.dst])
@@ -457,21 +305,66 @@ def _across(source: _Source, table: IntArray, base: IntArray) -> tuple[npt.NDArr
     copies = pd.DataFrame(
         {"piece": table[:, 0], "rank": table[:, 1], "tag": table[:, 3], "copy": np.arange(len(table))}
     )
-    rows = edges.merge(copies, left_on="to", right_on="piece")
-    wanted = len(rows)
-    rows = rows.merge(copies, left_on=["from", "rank"], right_on=["piece", "rank"], suffixes=("", "_src"))
+    wanted = edges.merge(copies, left_on="to", right_on="piece")
+    rows = wanted.merge(copies, left_on=["from", "rank"], right_on=["piece", "rank"], suffixes=("", "_src"))
     rows = rows[rows["copy_src"] < rows["copy"]]
     score = np.where(rows["tag_src"] == rows["tag"], 2, np.where(rows["tag_src"] < 0, 1, 0))
     rows = rows.assign(score=score).sort_values(["edge", "copy", "score", "copy_src"], kind="stable")
     rows = rows.drop_duplicates(["edge", "copy"], keep="last")
     edge = rows["edge"].to_numpy()
-    return _rows(
+    width = max(1, len(table))
+    lost = ~np.isin(wanted["edge"] * width + wanted["copy"], rows["edge"] * width + rows["copy"])
+    return rows_of(
         base[rows["copy_src"].to_numpy()] + source.local[graph.pred[edge]],
         base[rows["copy"].to_numpy()] + source.local[source.dst[edge]],
         graph.lag_ns[edge],
         graph.edge_kind[edge],
         graph.edge_source[edge],
-    ), wanted - len(rows)
+    ), wanted.loc[lost, ["edge", "copy"]].to_numpy(np.int64)
+
+
+def _on_stream(
+    source: _Source,
+    loom: Loom,
+    lost: IntArray,
+    table: IntArray,
+    base: IntArray,
+    origin: IntArray,
+    copy: IntArray,
+) -> None:
+    """A wait for a node that is not on the new rank is one for its stream: the last node of its kind there before.
+
+    What finds no such node either (a value that comes from another stage) is counted as dropped.
+    """
+    graph = source.graph
+    if not len(lost):
+        return
+    edge, to = lost[:, 0], lost[:, 1]
+    u = graph.pred[edge]
+    slots = (len(source.roles) + 1) * len(NodeKind)
+
+    def slot(rank: IntArray, chain_role: IntArray, kind: IntArray) -> IntArray:
+        return np.asarray(rank * slots + (chain_role + 1) * len(NodeKind) + kind, np.int64)
+
+    have = slot(
+        loom.columns["rank"].astype(np.int64), source.role[source.chain[origin]], loom.columns["kind"].astype(np.int64)
+    )
+    want = slot(table[to, 1], source.role[source.chain[u]], graph.kind[u].astype(np.int64))
+    order = np.lexsort((np.arange(len(have)), have))
+    span = len(have) + 1
+    at = np.searchsorted(have[order] * span + order, want * span + base[to]) - 1
+    found = (at >= 0) & (have[order[np.maximum(at, 0)]] == want)
+    loom.dropped = int((~found).sum())
+    edge, to, at = edge[found], to[found], at[found]
+    loom.edges.append(
+        rows_of(
+            order[at],
+            base[to] + source.local[source.dst[edge]],
+            graph.lag_ns[edge],
+            graph.edge_kind[edge],
+            graph.edge_source[edge],
+        )
+    )
 
 
 def _meet(source: _Source, loom: Loom, table: IntArray, origin: IntArray, copy: IntArray) -> None:
@@ -491,7 +384,7 @@ def _meet(source: _Source, loom: Loom, table: IntArray, origin: IntArray, copy: 
     rows = rows.merge(nodes, left_on=["dst", "code"], right_on=["node", "code"], suffixes=("_src", "_dst"))
     edge = rows["edge"].to_numpy()
     loom.edges.append(
-        _rows(
+        rows_of(
             rows["new_src"].to_numpy(),
             rows["new_dst"].to_numpy(),
             graph.lag_ns[edge],

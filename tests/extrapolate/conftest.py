@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from scaletrace.extrapolate.anatomy import Anatomy
+from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.draft import Draft
+from scaletrace.extrapolate.estimate import Network
+from scaletrace.extrapolate.kernels import Ceilings, Shape, Work
 from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.nodework import Mark, NodeWork, Role, Weight
+from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.parse.graph import EdgeKind, Graph, GraphGroup, NodeKind
 
 Layered = Callable[..., tuple[Graph, Anatomy]]
@@ -101,3 +107,45 @@ def build_layered(
         exact_ns=graph.dur_ns.astype(np.float64),
         rule="repeated operators",
     )
+
+
+Stateful = Callable[..., State]
+WIDTH, TOKENS, SEQ = 4096, 8192, 2048
+
+
+@pytest.fixture
+def stateful() -> Stateful:
+    """stateful(layers, micro_batches, ranks=1, …) → the state of such a job on H100s, with shapes and roles."""
+    return build_state
+
+
+def build_state(layers: int, micro_batches: int, ranks: int = 1, **options: int) -> State:
+    """Every layer is one column product, attention, one row product and a norm in turn, by kernel number."""
+    graph, anatomy = build_layered(layers, micro_batches, ranks, **options)
+    kinds = [
+        (Role.COLUMN, Shape(Work.MATMUL, TOKENS, 3 * WIDTH, WIDTH)),
+        (Role.HEADS, Shape(Work.ATTENTION, SEQ, SEQ, 128, TOKENS // SEQ * WIDTH // 128, causal=True)),
+        (Role.ROW, Shape(Work.MATMUL, TOKENS, WIDTH, WIDTH)),
+        (Role.WHOLE, Shape(Work.NORM, TOKENS, WIDTH)),
+    ]
+    shapes: list[Shape | None] = [None] * len(graph)
+    role, mark = np.zeros(len(graph), np.uint8), np.zeros(len(graph), np.uint8)
+    kernels = graph.kind == int(NodeKind.KERNEL)
+    layer = np.array([*anatomy.is_layer, False])[anatomy.unit]
+    for node in np.flatnonzero(kernels & layer).tolist():
+        of_role, shapes[node] = kinds[(int(anatomy.unit[node]) - 1) % 4]
+        role[node] = int(of_role)
+        forward = anatomy.phase[node] == int(Phase.FORWARD)
+        if of_role is Role.COLUMN:
+            mark[node] = Mark.BEFORE_COLUMN if forward else Mark.AFTER_COLUMN_BACKWARD
+        elif of_role is Role.ROW:
+            mark[node] = Mark.AFTER_ROW if forward else Mark.BEFORE_ROW_BACKWARD
+    weights = [(), *[(Weight((kinds[i % 4][1].columns, WIDTH), kinds[i % 4][0]),) if i % 2 == 0 else
+               (Weight((WIDTH,), Role.WHOLE),) for i in range(layers)], ()]  # fmt: skip
+    work = NodeWork(
+        tuple(shapes), role, kernels, tuple(tuple(unit) for unit in weights), np.full(len(graph), -1, np.int32), mark
+    )
+    layout = Layout(dp=ranks, mbs=TOKENS // SEQ, microbatches=micro_batches, seq=SEQ)
+    network = Network(Cluster.load("dgx_h100"))
+    columns = tuple((rank,) for rank in range(ranks))
+    return State(graph, anatomy, work, layout, network, Ceilings.of(network.cluster.device), columns)

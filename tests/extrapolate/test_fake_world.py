@@ -16,9 +16,9 @@ from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.rewrite.data import resize
+from scaletrace.extrapolate.rewrite.loom import reopen
 from scaletrace.extrapolate.rewrite.state import State, open_state
 from scaletrace.extrapolate.rewrite.tp import tensor
-from scaletrace.extrapolate.rewrite.weave import reopen
 from scaletrace.parse.build import Built, build
 from scaletrace.parse.graph import EdgeKind, GraphCollective, NodeKind
 from scaletrace.parse.job import Job

@@ -148,7 +148,7 @@ def prepare(
     share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
     measured = overlap.measure(graph, share, cluster.device.overlap_slowdown)
     if slowdown is not None:
-        measured = Slowdown(slowdown, {}, "given")
+        measured = Slowdown((slowdown, slowdown), {}, "given")
     chosen = representatives(graph)
     spread = serialised(graph) if shared_link else graph
     return Base(

@@ -69,7 +69,11 @@ class ScalingCurve:
                 "tail": self.base.noise.tail,
                 "source": self.base.noise.source,
             },
-            "overlap_slowdown": {"default": self.base.slowdown.default, "source": self.base.slowdown.source},
+            "overlap_slowdown": {
+                "waiting": self.base.slowdown.default[0],
+                "moving": self.base.slowdown.default[1],
+                "source": self.base.slowdown.source,
+            },
         }
 
     def to_frame(self) -> pd.DataFrame:

@@ -1,12 +1,14 @@
 """Turns a replay into how long each kernel ran beside a resident collective, and durations into ones with that slowdown.
 
-Measured durations hold the slowdown of the measured overlap. It is taken out before another overlap is put in:
-dur' = dur · (1 + κ·f') / (1 + κ·f), with f the share of the kernel during which a collective was resident on its rank.
+A collective that waits for its members holds multiprocessors and nothing else; one that moves data also takes memory
+bandwidth. The two are measured apart (κ of each, by kernel), since they part ways with scale: a gather over a thousand
+ranks mostly waits for hops. Measured durations hold the slowdown of the measured overlap, which is taken out first:
+dur' = dur · (1 + κ·f') / (1 + κ·f), with f the shares of the kernel beside a waiting and beside a moving collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,19 +27,22 @@ LARGEST_KAPPA = 2.0
 
 
 @jit
-def _covered(start: IntArray, end: IntArray, low: IntArray, high: IntArray, before: IntArray) -> IntArray:
-    """How much of each [start, end) the sorted disjoint intervals [low, high) cover; before: running total of them."""
-    out = np.zeros(len(start), np.int64)
+def _covered(start: IntArray, end: IntArray, low: IntArray, high: IntArray, weight: Floats) -> Floats:
+    """Weighted ns of each [start, end) that the sorted disjoint intervals [low, high) cover."""
+    out = np.zeros(len(start))
     count = len(low)
+    before = np.zeros(count + 1)
+    for k in range(count):
+        before[k + 1] = before[k] + (high[k] - low[k]) * weight[k]
     for i in range(len(start)):
         first = np.searchsorted(high, start[i], side="right")
         last = np.searchsorted(low, end[i], side="left")
         if first >= last or first >= count:
             continue
         total = before[last] - before[first]
-        total -= max(0, start[i] - low[first])
-        total -= max(0, high[last - 1] - end[i])
-        out[i] = max(0, total)
+        total -= max(0, start[i] - low[first]) * weight[first]
+        total -= max(0, high[last - 1] - end[i]) * weight[last - 1]
+        out[i] = max(0.0, total)
     return out
 
 
@@ -58,49 +63,80 @@ def union(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
 def covered(start: IntArray, end: IntArray, low: IntArray, high: IntArray) -> IntArray:
     """ns of each [start, end) that the union of [low, high) covers; all int64."""
     low, high = union(low, high)
-    before = np.concatenate((np.zeros(1, np.int64), np.cumsum(high - low)))
-    return _covered(start, end, low, high, before)
+    return _covered(start, end, low, high, np.ones(len(low))).astype(np.int64)
 
 
-def resident(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Rank, instance, start and end of every member's stay: from its arrival to the end of its transfer."""
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """How long each member of a collective was resident: waiting from `low_ns` to `moving_ns`, then moving to `high_ns`.
+
+    rank, instance int64[m]; the times int64[m].
+    """
+
+    rank: IntArray
+    instance: IntArray
+    low_ns: IntArray
+    moving_ns: IntArray
+    high_ns: IntArray
+
+
+def resident(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> Stays:
+    """Every member's stay, from its arrival to the end of its transfer."""
     nodes = np.flatnonzero(graph.kind == NodeKind.TRANSFER)
-    begin = start_ns[nodes].copy()
-    for at, node in enumerate(nodes.tolist()):
-        preds = graph.pred[graph.pred_ptr[node] : graph.pred_ptr[node + 1]]
-        own = preds[(graph.kind[preds] == NodeKind.ARRIVE) & (graph.rank[preds] == graph.rank[node])]
-        if len(own):
-            begin[at] = min(begin[at], start_ns[own].min())
-    return graph.rank[nodes].astype(np.int64), graph.instance[nodes].astype(np.int64), begin, end_ns[nodes]
+    begin = start_ns.copy()
+    into = graph.edge_dst
+    own = (graph.kind[into] == NodeKind.TRANSFER) & (graph.kind[graph.pred] == NodeKind.ARRIVE)
+    own &= graph.rank[graph.pred] == graph.rank[into]
+    np.minimum.at(begin, into[own], start_ns[graph.pred[own]])
+    return Stays(
+        graph.rank[nodes].astype(np.int64),
+        graph.instance[nodes].astype(np.int64),
+        begin[nodes],
+        start_ns[nodes],
+        end_ns[nodes],
+    )
 
 
-def overlap_share(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> Floats:
-    """Share of every device kernel that ran while a collective was resident on its rank; float64[n], 0 elsewhere."""
-    out = np.zeros(len(graph))
+def overlap_share(
+    graph: Graph, start_ns: IntArray, end_ns: IntArray, moving: Floats | None = None
+) -> npt.NDArray[np.float64]:
+    """Shares of every device kernel beside a waiting and beside a moving collective of its rank; float64[n, 2].
+
+    moving: for each collective how much of its transfer moves data as hard as it did where it was measured (default
+    all of it); the rest counts as waiting. Where several transfers overlap, the first counts.
+    """
+    out = np.zeros((len(graph), 2))
     kernels = np.flatnonzero((graph.kind == NodeKind.KERNEL) & device_lanes(graph))
-    ranks, _, low, high = resident(graph, start_ns, end_ns)
+    stays = resident(graph, start_ns, end_ns)
     for rank in np.unique(graph.rank[kernels]):
         mine = kernels[graph.rank[kernels] == rank]
-        stay = ranks == rank
-        busy = covered(start_ns[mine], end_ns[mine], low[stay], high[stay])
-        out[mine] = busy / np.maximum(1, end_ns[mine] - start_ns[mine])
+        stay = np.flatnonzero(stays.rank == rank)
+        order = stay[np.argsort(stays.moving_ns[stay], kind="stable")]
+        reached = np.maximum.accumulate(stays.high_ns[order]) if len(order) else np.zeros(0, np.int64)
+        low = np.maximum(stays.moving_ns[order], np.concatenate(([np.iinfo(np.int64).min], reached[:-1])))
+        weight = np.ones(len(order)) if moving is None else moving[stays.instance[order]]
+        whole = np.maximum(1, end_ns[mine] - start_ns[mine])
+        moves = _covered(start_ns[mine], end_ns[mine], low, np.maximum(low, stays.high_ns[order]), weight) / whole
+        stayed = covered(start_ns[mine], end_ns[mine], stays.low_ns[stay], stays.high_ns[stay]) / whole
+        out[mine, 1] = moves
+        out[mine, 0] = np.maximum(0.0, stayed - moves)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How much slower compute runs while a collective is resident (κ), by kernel class, and how that is known.
+    """How much slower compute runs beside a resident collective (κ): beside a waiting and beside a moving one.
 
-    default  κ of classes without evidence;  by_name  κ of kernels that the trace itself tells
+    default  κ of kernels without evidence;  by_name  κ of kernels that the trace itself tells;  pairs  their number
     """
 
-    default: float
-    by_name: Mapping[str, float]
+    default: tuple[float, float]
+    by_name: Mapping[str, tuple[float, float]]
     source: str
     pairs: int = 0
 
     def per_node(self, graph: Graph) -> Floats:
-        """κ of every node; float64[n]."""
+        """κ of every node; float64[n, 2]."""
         by_code = np.array([self.by_name.get(name, self.default) for name in graph.names] + [self.default])
         return np.asarray(by_code[graph.name])
 
@@ -108,38 +144,59 @@ class Slowdown:
 def measure(graph: Graph, share: Floats, prior: float, dur_ns: IntArray | None = None) -> Slowdown:
     """κ from kernels that ran both with and without a resident collective, of the same name and grid.
 
-    For each such kernel κ = ratio of medians - 1. The default becomes their time-weighted mean, drawn to the prior as
-    if that were worth PAIRS_WANTED kernels. Negative values are kept in the mean but not applied.
+    For each such kernel κ = ratio of medians - 1, once for waiting and once for moving collectives. The defaults are
+    the time-weighted means, drawn to the prior as if that were worth PAIRS_WANTED kernels. What comes out negative
+    counts in the mean and is not applied.
     """
     durations = graph.dur_ns if dur_ns is None else dur_ns
+    found = [_pairs(graph, share, durations, column) for column in (0, 1)]
+    names = {name for rows in found for name, _, _ in rows}
+    if not names:
+        return Slowdown((prior, prior), {}, "prior of the device")
+    default = tuple(_drawn(rows, prior) for rows in found)
+    by_name = {}
+    for name in names:
+        own = [[(name, k, w) for other, k, w in rows if other == name] for rows in found]
+        by_name[name] = tuple(_mean(rows) if rows else default[c] for c, rows in enumerate(own))
+    count = len(names)
+    source = f"measured on {count} kernels with and without a resident collective"
+    return Slowdown((default[0], default[1]), {name: (k[0], k[1]) for name, k in by_name.items()}, source, count)
+
+
+Pair = tuple[str, float, float]
+
+
+def _pairs(graph: Graph, share: Floats, durations: IntArray, column: int) -> list[Pair]:
+    """(name, κ, time) of kernels with enough runs beside a collective in that state and beside none."""
     kernels = np.flatnonzero((graph.kind == NodeKind.KERNEL) & device_lanes(graph) & (durations > 0))
     blocks = graph.blocks if len(graph.blocks) else np.zeros(len(graph), np.int32)
-    found: dict[str, list[tuple[float, float]]] = {}
     key = graph.name[kernels].astype(np.int64) * (2**31) + blocks[kernels]
     order = np.argsort(key, kind="stable")
     _, first = np.unique(key[order], return_index=True)
+    out: list[Pair] = []
     for group in np.split(kernels[order], first[1:]):
-        beside, free = group[share[group] >= MOSTLY], group[share[group] <= HARDLY]
-        if min(len(beside), len(free)) < PAIRS_WANTED:
-            continue
-        ratio = float(np.median(durations[beside]) / np.median(durations[free]))
-        weight = float(durations[group].sum())
-        found.setdefault(graph.name_of(int(group[0])), []).append((ratio - 1.0, weight))
-    if not found:
-        return Slowdown(prior, {}, "prior of the device")
-    by_name = {
-        name: min(LARGEST_KAPPA, max(0.0, sum(k * w for k, w in rows) / sum(w for _, w in rows)))
-        for name, rows in found.items()
-    }
-    weight = sum(w for rows in found.values() for _, w in rows)
-    mean = sum(k * w for rows in found.values() for k, w in rows) / weight
-    count = sum(len(rows) for rows in found.values())
-    default = max(0.0, (mean * count + prior * PAIRS_WANTED) / (count + PAIRS_WANTED))
-    return Slowdown(default, by_name, f"measured on {count} kernels with and without a resident collective", count)
+        free = group[share[group].sum(axis=1) <= HARDLY]
+        beside = group[(share[group, column] >= MOSTLY) & (share[group, 1 - column] <= HARDLY)]
+        if min(len(beside), len(free)) >= PAIRS_WANTED:
+            ratio = float(np.median(durations[beside]) / np.median(durations[free]))
+            out.append((graph.name_of(int(group[0])), ratio - 1.0, float(durations[group].sum())))
+    return out
+
+
+def _mean(rows: Sequence[Pair]) -> float:
+    """Time-weighted κ, between none and LARGEST_KAPPA."""
+    mean = sum(kappa * weight for _, kappa, weight in rows) / sum(weight for _, _, weight in rows)
+    return min(LARGEST_KAPPA, max(0.0, mean))
+
+
+def _drawn(rows: Sequence[Pair], prior: float) -> float:
+    """The mean of all kernels, drawn to the prior."""
+    own = _mean(rows) if rows else prior
+    return (own * len(rows) + prior * PAIRS_WANTED) / (len(rows) + PAIRS_WANTED)
 
 
 def apply(dur_ns: IntArray, kappa: Floats, was: Floats, now: Floats) -> IntArray:
-    """Durations with the overlap `was` taken out and `now` put in; bits stay where the overlap does."""
-    same = was == now
-    scaled = dur_ns * (1 + kappa * now) / (1 + kappa * was)
+    """Durations with the overlap `was` taken out and `now` put in (float64[n, 2]); bits stay where the overlap does."""
+    same = (was == now).all(axis=1)
+    scaled = dur_ns * (1 + (kappa * now).sum(axis=1)) / (1 + (kappa * was).sum(axis=1))
     return np.where(same, dur_ns, np.round(scaled)).astype(np.int64)

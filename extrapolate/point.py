@@ -116,7 +116,7 @@ def stretch(base: Base, gpus: int, options: Options) -> tuple[Layout, Stretched]
     kappa = base.slowdown.per_node(new)
     if not same and base.share.any():
         for _ in range(SWEEPS):
-            share = overlap.overlap_share(new, timeline.start_ns, timeline.end_ns)
+            share = overlap.overlap_share(new, timeline.start_ns, timeline.end_ns, change.moving)
             durations = overlap.apply(change.dur_ns, kappa, base.share, share)
             timeline = replay(new, durations)
     return layout, Stretched(new, replace(change, dur_ns=durations), timeline, ideal)

@@ -69,9 +69,9 @@ def shares(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> Shares:
     length = max(1, high - low)
     begin, end = np.clip(start_ns, low, high), np.clip(end_ns, low, high)
     compute = compute_nodes(graph)
-    owner, instance, stay_low, stay_high = resident(graph, start_ns, end_ns)
-    stay_low, stay_high = np.clip(stay_low, low, high), np.clip(stay_high, low, high)
-    axis = np.array([_axis(graph, at) for at in range(len(graph.collectives))] + [""])[instance]
+    stays = resident(graph, start_ns, end_ns)
+    stay_low, stay_high = np.clip(stays.low_ns, low, high), np.clip(stays.high_ns, low, high)
+    axis = np.array([_axis(graph, at) for at in range(len(graph.collectives))] + [""])[stays.instance]
     ranks = np.unique(graph.rank[compute | (graph.kind == NodeKind.TRANSFER)])
     weights = graph.multiplicity.astype(np.float64) if len(graph.multiplicity) == len(ranks) else np.ones(len(ranks))
     busy, exposed, by_axis = 0.0, 0.0, dict.fromkeys(sorted(set(axis.tolist())), 0.0)
@@ -79,7 +79,7 @@ def shares(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> Shares:
         work = compute & (graph.rank == rank)
         work_low, work_high = union(begin[work], end[work])
         busy += weight * float((work_high - work_low).sum()) / length
-        mine = owner == rank
+        mine = stays.rank == rank
         exposed += weight * _uncovered(stay_low[mine], stay_high[mine], work_low, work_high) / length
         for name in by_axis:
             part = mine & (axis == name)

@@ -179,10 +179,15 @@ def _invert(kind: str, group: GraphGroup, seconds: float, cluster: Cluster) -> i
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Durations at another scale, with the cost of each collective there (None where it has no model)."""
+    """Durations at another scale, with the cost of each collective there (None where it has no model).
+
+    moving float64[collectives]: how hard a transfer moves data, relative to the measured scale (1 = as hard): the share
+    of its time that bytes take, there over here.
+    """
 
     dur_ns: IntArray
     costs: tuple[Cost | None, ...]
+    moving: Floats
 
     @property
     def worst(self) -> Provenance:
@@ -212,6 +217,7 @@ def rescale(
         return cache[key]
 
     ratio, absolute = np.ones(len(new.collectives)), np.zeros(len(new.collectives))
+    moving = np.ones(len(new.collectives))
     costs: list[Cost | None] = []
     for at, (was, now) in enumerate(zip(old.collectives, new.collectives, strict=True)):
         before, after = cost_of(was, old.groups), cost_of(now, new.groups)
@@ -220,6 +226,9 @@ def rescale(
         )
         if before is None or after is None:
             continue
+        moving[at] = (
+            min(1.0, _wire_share(after) / max(_wire_share(before), 1e-9)) if before.seconds > 0 else _wire_share(after)
+        )
         if before.seconds > 0:
             ratio[at] = after.seconds / before.seconds
             if now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size:
@@ -233,7 +242,12 @@ def rescale(
     changed = (ratio[instance] != 1.0) | (absolute[instance] != 0.0)
     nodes, instance = nodes[changed], instance[changed]
     out[nodes] = np.round(dur_ns[nodes] * ratio[instance] + absolute[instance]).astype(np.int64)
-    return Scaled(out, tuple(costs))
+    return Scaled(out, tuple(costs), moving)
+
+
+def _wire_share(cost: Cost) -> float:
+    """Share of a collective's time in which bytes decide."""
+    return cost.beta_s / cost.seconds if cost.seconds > 0 else 0.0
 
 
 def _unchanged(cost: Cost) -> Cost:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from scaletrace.extrapolate import overlap
 from scaletrace.extrapolate.draft import Draft
+from scaletrace.parse.build import build
 from scaletrace.parse.graph import Graph, GraphGroup, NodeKind
+from scaletrace.parse.load import load
 from scaletrace.replay.engine import replay
 
 
@@ -35,19 +39,40 @@ def test_share_is_the_part_of_a_kernel_beside_a_resident_collective() -> None:
     timeline = replay(graph)
     share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
 
-    assert [1.0, 0.5, 0.0] == share[graph.kind == NodeKind.KERNEL].tolist()
+    assert [[0.0, 1.0], [0.0, 0.5], [0.0, 0.0]] == share[graph.kind == NodeKind.KERNEL].tolist()
+
+
+def test_waiting_and_moving_are_told_apart() -> None:
+    """Rank 1 arrives at 100: rank 0's first kernel runs beside a waiting member, its second beside a moving one.
+
+    Of a transfer that moves data half as hard as it was measured, half counts as waiting.
+    """
+    draft = Draft(groups=[GraphGroup("dp", 2, 1)])
+    late = draft.node(NodeKind.KERNEL, 100, rank=1, name="late")
+    draft.collective("all_reduce", 0, 64, [(0, []), (1, [late])], 100)
+    first = draft.node(NodeKind.KERNEL, 100, name="a")
+    draft.node(NodeKind.KERNEL, 100, name="b", after=[first])
+    graph = draft.graph()
+    timeline = replay(graph)
+    rank0 = (graph.kind == NodeKind.KERNEL) & (graph.rank == 0)
+
+    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+    weaker = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns, np.array([0.5]))
+
+    assert [[1.0, 0.0], [0.0, 1.0]] == share[rank0].tolist()
+    assert [[1.0, 0.0], [0.5, 0.5]] == weaker[rank0].tolist()
 
 
 def test_slowdown_is_measured_on_kernels_that_ran_both_ways() -> None:
-    """Eight GEMMs took 140 ns beside the collective and 100 without: κ is 0.4; the default lies between it and the prior."""
+    """Eight GEMMs took 140 ns beside moving data and 100 without: κ is 0.4 there, and the prior's beside a waiting one."""
     graph = _graph(["gemm"] * 16, [140] * 8 + [100] * 8, 8 * 140)
     timeline = replay(graph)
     share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
 
     found = overlap.measure(graph, share, prior=0.1)
 
-    assert {"gemm": pytest.approx(0.4)} == dict(found.by_name)
-    assert 0.1 < found.default < 0.4 and found.pairs == 1
+    assert {"gemm": (pytest.approx(0.1), pytest.approx(0.4))} == dict(found.by_name)
+    assert 0.1 == found.default[0] < found.default[1] < 0.4 and found.pairs == 1
 
 
 def test_too_few_kernels_leave_the_prior() -> None:
@@ -56,13 +81,28 @@ def test_too_few_kernels_leave_the_prior() -> None:
     timeline = replay(graph)
     found = overlap.measure(graph, overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns), prior=0.1)
 
-    assert (0.1, {}, "prior of the device") == (found.default, dict(found.by_name), found.source)
+    assert ((0.1, 0.1), {}, "prior of the device") == (found.default, dict(found.by_name), found.source)
 
 
 def test_applying_the_measured_overlap_changes_no_bit() -> None:
     """Taking the overlap out and putting the same back is exact; more overlap lengthens, none takes the slowdown out."""
-    dur, kappa, was = np.array([137, 1000, 999]), np.full(3, 0.4), np.array([1.0, 0.5, 0.0])
+    dur, kappa = np.array([137, 1000, 999]), np.tile([0.2, 0.4], (3, 1))
+    was, moving = np.array([[0.0, 1.0], [0.0, 0.5], [0.0, 0.0]]), np.tile([0.0, 1.0], (3, 1))
 
     assert dur.tolist() == overlap.apply(dur, kappa, was, was.copy()).tolist()
-    assert [98, 833, 999] == overlap.apply(dur, kappa, was, np.zeros(3)).tolist()
-    assert [137, 1167, 1399] == overlap.apply(dur, kappa, was, np.ones(3)).tolist()
+    assert [98, 833, 999] == overlap.apply(dur, kappa, was, np.zeros((3, 2))).tolist()
+    assert [137, 1167, 1399] == overlap.apply(dur, kappa, was, moving).tolist()
+    assert [117, 1000, 1199] == overlap.apply(dur, kappa, was, moving[:, ::-1]).tolist()
+
+
+def test_a_real_job_slows_more_beside_moving_data_than_beside_waiting(shared_data: Path) -> None:
+    """On eight H100 a waiting collective costs kernels far less than one that moves data."""
+    graph = build(load(shared_data / "traces" / "nanogpt8_h100")).graph
+    timeline = replay(graph)
+    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+    found = overlap.measure(graph, share, prior=0.59)
+    waiting, moving = found.default
+
+    assert found.pairs > 10
+    assert waiting < 0.35
+    assert 0.4 < moving < 0.7

@@ -92,6 +92,10 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
             cpu = add_cpu_rank(draft, job, rank.trace, rank.shift_ns, rank.instance_of, health)
             found.append(_cpu_members(job, cpu, rank.shift_ns))
     members = _members(found)
+    if members.hidden.any():
+        health.guessed["point-to-point transfers that hid under other work (taken as the quickest that did not)"] += (
+            int(members.hidden.sum())
+        )
     transfers = _add_rendezvous(draft, members)
     _explain(draft, gpus, members, transfers)
     nodes, edges = _tables(draft, gpus, members, transfers, options)
@@ -170,12 +174,16 @@ class Members:
     start_ns: IntArray
     end_ns: IntArray
     alone: BoolArray
+    hidden: BoolArray
     ptr: IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class MemberNodes:
-    """One rank's members: row of the job's table, nodes, measured times on the job's clock, and who waits for nobody."""
+    """One rank's members: row of the job's table, nodes, measured times on the job's clock, and two peculiarities.
+
+    alone: the member waits for nobody;  hidden: its recorded end says when the caller looked, not when data had arrived
+    """
 
     instance: IntArray
     arrive: Int32Array
@@ -183,6 +191,7 @@ class MemberNodes:
     start_ns: IntArray
     end_ns: IntArray
     alone: BoolArray
+    hidden: BoolArray
 
 
 def _gpu_members(job: Job, gpu: RankGpu, rank: RankInput) -> MemberNodes:
@@ -194,15 +203,15 @@ def _gpu_members(job: Job, gpu: RankGpu, rank: RankInput) -> MemberNodes:
     hit = table.event[order][at] == kernels.row[k] if len(order) else np.zeros(len(k), np.bool_)
     k, at = k[hit], at[hit]
     start, end = kernels.start_ns[k] + rank.shift_ns, kernels.end_ns[k] + rank.shift_ns
-    nobody = np.zeros(len(k), np.bool_)
-    return MemberNodes(table.instance[order[at]], gpu.node_in[k], gpu.node_out[k], start, end, nobody)
+    none = np.zeros(len(k), np.bool_)
+    return MemberNodes(table.instance[order[at]], gpu.node_in[k], gpu.node_out[k], start, end, none, none)
 
 
 def _cpu_members(job: Job, cpu: RankCpu, shift_ns: int) -> MemberNodes:
     works = cpu.works
     start, end = works.start_ns + shift_ns, works.end_ns + shift_ns
     alone = works.kind == KINDS.index("send")
-    return MemberNodes(job.collectives.instance[works.member], cpu.arrive, cpu.transfer, start, end, alone)
+    return MemberNodes(job.collectives.instance[works.member], cpu.arrive, cpu.transfer, start, end, alone, cpu.hidden)
 
 
 def _members(found: list[MemberNodes]) -> Members:
@@ -220,6 +229,7 @@ def _members(found: list[MemberNodes]) -> Members:
         np.concatenate([one.start_ns for one in found])[order] if found else np.zeros(0, np.int64),
         np.concatenate([one.end_ns for one in found])[order] if found else np.zeros(0, np.int64),
         np.concatenate([one.alone for one in found])[order] if found else np.zeros(0, np.bool_),
+        np.concatenate([one.hidden for one in found])[order] if found else np.zeros(0, np.bool_),
         ptr,
     )
 
@@ -283,6 +293,15 @@ def _add_rendezvous(draft: Draft, members: Members) -> IntArray:
     return began
 
 
+def _shown(members: Members, transfer_ns: IntArray) -> IntArray:
+    """Transfers, of which the hidden ones take at most what the quickest one does that somebody waited for."""
+    if not members.hidden.any():
+        return transfer_ns
+    seen = transfer_ns[~members.hidden & (transfer_ns > 0)]
+    least = int(seen.min()) if len(seen) else int(transfer_ns[members.hidden].min())
+    return np.where(members.hidden, np.minimum(transfer_ns, least), transfer_ns)
+
+
 def _tables(
     draft: Draft, gpus: list[RankGpu], members: Members, began: IntArray, options: BuildOptions
 ) -> tuple[Columns, Columns]:
@@ -290,7 +309,9 @@ def _tables(
     nodes, edges = draft.nodes(), draft.edges()
     if len(members.transfer):
         nodes["start_ns"][members.transfer] = began
-        nodes["dur_ns"][members.transfer] = np.maximum(members.end_ns - began, 0)
+        transfer_ns = _shown(members, np.maximum(members.end_ns - began, 0))
+        nodes["dur_ns"][members.transfer] = transfer_ns
+        nodes["end_ns"][members.transfer] = began + transfer_ns
     for gpu in gpus:
         at = gpu.node_in[external_kernels(gpu)]
         nodes["release_ns"][at] = nodes["start_ns"][at]

@@ -28,6 +28,7 @@ EARLY_NS = 9_000_000
 LATE_RELEASE_NS = 1_500_000
 OWN_WAIT_NS = 20_000
 TICK_NS = 1_000
+ON_MAIN_NS = 30_000
 _SEND = KINDS.index("send")
 
 
@@ -115,6 +116,7 @@ def _match_waits(
 
     A leaf in which nothing runs and that is long enough waits for the work whose end fits its end best; a work that
     ends later than the leaf counts where the leaf is long (the caller is released before the worker notes the end).
+    A span on the main thread itself ends exactly where the caller has waited for it.
     """
     waited = np.full(len(issue), -1, np.int64)
     binding = np.full(len(at), -1, np.int64)
@@ -129,7 +131,8 @@ def _match_waits(
         for w in range(low, len(issue)):
             if issue[w] > at[i] + 1000:
                 break
-            if waited[w] < 0 and at[i] - 5000 <= end[w] <= to[i] + 1000 and (best < 0 or end[w] > end[best]):
+            ends = at[i] - 5000 <= end[w] <= to[i] + 1000 and (not on_main[w] or abs(end[w] - to[i]) <= ON_MAIN_NS)
+            if waited[w] < 0 and ends and (best < 0 or end[w] > end[best]):
                 best = w
         if best >= 0 and to[i] - end[best] > LATE_RELEASE_NS:
             best = -1
@@ -147,7 +150,7 @@ def _match_waits(
         for w in range(low, len(issue)):
             if issue[w] > at[i] + 1000:
                 break
-            if waited[w] < 0 and end[w] <= end[best]:
+            if waited[w] < 0 and end[w] <= end[best] and (not on_main[w] or abs(end[w] - to[i]) <= ON_MAIN_NS):
                 waited[w] = i
     return waited, binding, early
 
@@ -156,13 +159,15 @@ def _match_waits(
 class Waits:
     """Moments at which the main thread waited: [from, to) of the blocked stretch (empty where it didn't block).
 
-    work, point  int32 pairs: work w was awaited at point p;  early bool per pair: released before its recorded end
+    work, point  int32 pairs: work w was awaited at point p
+    hidden       bool[w]: the caller did not block for the work, so that its span ends when somebody looked
     """
 
     from_ns: IntArray
     to_ns: IntArray
     work: Int32Array
     point: Int32Array
+    hidden: BoolArray
 
 
 def find_waits(events: Events, works: Works, thread: int) -> Waits:
@@ -185,7 +190,8 @@ def find_waits(events: Events, works: Works, thread: int) -> Waits:
     from_ns = np.concatenate((at[leaf], works.end_ns[lone]))
     to_ns = np.concatenate((to[leaf], works.end_ns[lone]))
     point = np.concatenate((point_of[waited[blocked]], len(leaf) + np.arange(len(lone), dtype=np.int32)))
-    return Waits(from_ns, to_ns, np.concatenate((blocked, lone)).astype(np.int32), point.astype(np.int32))
+    hidden = (waited < 0) & works.on_main
+    return Waits(from_ns, to_ns, np.concatenate((blocked, lone)).astype(np.int32), point.astype(np.int32), hidden)
 
 
 @jit
@@ -217,12 +223,13 @@ def _cut_at(at: IntArray, to: IntArray, idle: BoolArray, cuts: IntArray) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class RankCpu:
-    """What later stages need of one rank: for each work its member row, its nodes and its measured times."""
+    """What later stages need of one rank: for each work its member row, its nodes, and whether its wait was hidden."""
 
     rank: int
     works: Works
     arrive: Int32Array
     transfer: Int32Array
+    hidden: BoolArray
 
 
 def add_cpu_rank(
@@ -238,7 +245,7 @@ def add_cpu_rank(
     arrive, transfer = _add_works(draft, trace, works, waits, steps, instance_of, shift_ns, health)
     _issue_edges(draft, works, arrive, transfer, points, host_ids)
     _wait_edges(draft, works, waits, transfer, wait_ids, health)
-    return RankCpu(trace.rank, works, arrive, transfer)
+    return RankCpu(trace.rank, works, arrive, transfer, waits.hidden)
 
 
 def _host_points(

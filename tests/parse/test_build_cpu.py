@@ -113,3 +113,29 @@ def test_an_empty_trace_has_an_empty_graph(tmp_path: Path) -> None:
 
     assert 0 == len(built.graph)
     assert any("nothing to replay" in note for note in built.health.notes)
+
+
+def test_hidden_send_takes_no_time_of_its_own(tmp_path: Path) -> None:
+    """A send that the caller looked at long after it was done doesn't last until then: with a fast host the rest shrinks."""
+    sender = [
+        op("aten::mm", 10, 100),
+        op("c10d::send", 120, 10, **{"Concrete Inputs": ["", "", "1", "0"]}),
+        op("gloo:send", 125, 780, cat="user_annotation"),
+        op("aten::mm", 140, 760),
+        op("aten::add", 910, 10),
+    ]
+    receiver = [
+        op("aten::mm", 10, 20),
+        op("c10d::recv_", 40, 10, **{"Concrete Inputs": ["", "", "0", "0"]}),
+        op("gloo:recv", 45, 155, cat="user_annotation"),
+        op("aten::add", 210, 10),
+    ]
+    built = build(job_of(tmp_path, sender, receiver))
+    graph = built.graph
+    (send,) = (n for n in named(built, "gloo:send") if graph.kind[n] == NodeKind.TRANSFER)
+    host = graph.nodes(NodeKind.HOST)
+    faster = np.where(host, graph.dur_ns // 10, graph.dur_ns)
+
+    assert graph.dur_ns[send] <= 80_000
+    assert replay(graph, faster).makespan_ns < 250_000
+    assert built.measured.end_ns.max() == replay(graph).end_ns.max()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,9 @@ def collect(
         list[str],
         typer.Argument(metavar="COMMAND…", help="The job, as you start it today, after `--`.", show_default=False),
     ],
-    out: Annotated[Path | None, typer.Option(help="Capture folder.", show_default="capture-DATE-TIME")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Capture folder.", show_default="capture-JOB or capture-DATE-TIME")
+    ] = None,
     start_step: Annotated[int, typer.Option(help="First step to record, counted from 0.")] = 5,
     steps: Annotated[int, typer.Option(help="Steps to record.")] = 3,
     every: Annotated[int, typer.Option(help="Record again every N steps, each time into a sub-folder; 0: once.")] = 0,
@@ -56,12 +57,11 @@ def collect(
     scaletrace collect --steps 3 -- torchrun --nproc-per-node 8 train.py --config big.yaml
     """
     with exit_codes(debug):
-        from scaletrace.collect.launch import leave_as, run
+        from scaletrace.collect.launch import default_folder, leave_as, run
         from scaletrace.collect.settings import Settings
 
-        folder = out or Path(time.strftime("capture-%Y%m%d-%H%M%S"))
         settings = Settings(
-            folder=str(folder),
+            folder=str(out or default_folder()),
             start_step=None if on_demand else start_step,
             steps=steps,
             every=every,

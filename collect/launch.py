@@ -45,6 +45,21 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
+def default_folder(environment: Mapping[str, str] = os.environ) -> str:
+    """Where a capture goes when nobody says: by the batch system's job, so that all nodes agree, else by time."""
+    for name, variable in (
+        ("slurm", "SLURM_JOB_ID"),
+        ("pbs", "PBS_JOBID"),
+        ("lsf", "LSB_JOBID"),
+        ("run", "TORCHELASTIC_RUN_ID"),
+    ):
+        job = "".join(c if c.isalnum() or c in "._-" else "_" for c in environment.get(variable, ""))
+        if job:
+            step = environment.get("SLURM_STEP_ID", "")
+            return f"capture-{name}-{job}" + (f".{step}" if name == "slurm" and step.isdigit() else "")
+    return time.strftime("capture-%Y%m%d-%H%M%S")
+
+
 def hook_folder() -> str:
     """The folder that goes first on PYTHONPATH; as a part of the package `scaletrace`, so that it can load the rest."""
     import scaletrace
@@ -94,7 +109,7 @@ def prepare(settings: Settings, overwrite: bool = False) -> Settings:
         raise InputError(f"{settings.folder}: holds a complete capture; choose another --out, or say --overwrite")
     if overwrite:
         for pattern in ("manifest.json", "rank*_of*.json.*", "fr_rank*.json.gz", "collect.log"):
-            for path in Path(settings.folder).glob(pattern):
+            for path in Path(settings.folder).rglob(pattern):
                 path.unlink()
     return replace(settings, folder=os.path.abspath(settings.folder), spool=spool_for(os.path.abspath(settings.folder)))
 

@@ -27,6 +27,8 @@ from scaletrace.collect.trigger import Trigger
 from scaletrace.collect.window import Window
 
 _NEVER = 1 << 62
+_watch = ProfilerWatch()
+"""One for the process: a second recorder must know that the first one's profiler is ours."""
 
 
 class Recorder:
@@ -40,7 +42,7 @@ class Recorder:
         self.completed = 0
         self.disabled = False
         self.marked = False
-        self.watch = ProfilerWatch()
+        self.watch = _watch
         self._wake = 1
         self._pid = os.getpid()
         self._window: Window | None = None

@@ -74,7 +74,7 @@ def _chain() -> None:
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]  # site has made them absolute
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
         module = module_from_spec(spec)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrace.collect.launch import spool_for
+from scaletrace.collect.launch import default_folder, spool_for
 from tests.collect.conftest import COLLECT, Ran, run
 
 SELF = [sys.executable, "-P", "-c", COLLECT]
@@ -83,3 +83,16 @@ def test_a_complete_capture_is_not_written_over(tmp_path: Path) -> None:
 def test_raw_files_stay_off_the_network(mounts: str, inside: bool) -> None:
     """Ranks write to a local disk where the capture is on a network file system."""
     assert inside == spool_for("/data/run/capture", mounts).startswith("/data/run/capture/.spool-")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}, "capture-slurm-77.0"),
+        ({"PBS_JOBID": "12.server/x"}, "capture-pbs-12.server_x"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "capture-run-none"),
+    ],
+)
+def test_nodes_of_one_job_agree_on_the_folder(environment: dict[str, str], expected: str) -> None:
+    """Under a batch system the capture is named by the job, so that all nodes write to one folder."""
+    assert expected == default_folder(environment)

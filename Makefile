@@ -22,7 +22,7 @@ bench: .venv/dev
 	for script in benchmarks/[a-z]*.py; do $(BIN)/python -P $$script || exit 1; done
 
 validate: .venv/dev
-	$(BIN)/python -P -m benchmarks.validate
+	$(BIN)/python -P benchmarks/validate.py
 
 docs: .venv/ok
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'

@@ -15,7 +15,7 @@ import pandas as pd
 import scaletrace
 from scaletrace.view.perfetto import write_timeline
 
-OPTIONAL = ("torch", "hta", "plotly", "dask", "viztracer", "wasmtime")
+OPTIONAL = ("torch", "hta", "dask", "viztracer", "wasmtime")
 
 
 def main(capture: str) -> None:

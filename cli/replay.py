@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.common import document, exit_codes, out, print_json, read_job
 
 if TYPE_CHECKING:
     from scaletrace.replay.result import ReplayResult
@@ -35,11 +35,10 @@ def replay(
     Example: scaletrace replay runs/8gpu -o step.pftrace
     """
     with exit_codes(debug):
-        from scaletrace.parse.load import load
         from scaletrace.replay.result import replay_job
 
         chosen = parse_ranks(ranks) if ranks else None
-        result = replay_job(load(path, strict=strict, rank_regex=rank_regex))
+        result = replay_job(read_job(path, strict=strict, rank_regex=rank_regex))
         answer = document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
         drawn = None if no_trace else write(result, output, chosen)
         if graphml is not None:

@@ -3,7 +3,7 @@
     python -P -m benchmarks.job [ranks] [events a rank]
 
 The traces are made in memory (a tensor-parallel and a data-parallel group a rank, kernels with host records, five
-steps, clocks off by milliseconds), so the figures hold no reading of files. CPU seconds of one process.
+steps, clocks off by milliseconds, windows that begin elsewhere; or a gloo job with sidecars), so the figures hold no reading of files. CPU seconds of one process.
 """
 
 from __future__ import annotations
@@ -116,9 +116,62 @@ def rank_trace(rank: int, ranks: int, events: int, rung: str, seed: int = 0) -> 
     return RankTrace(rank, ranks, table_, f"rank{rank}", {"distributedInfo": info}, steps=steps)
 
 
+def gloo_trace(rank: int, ranks: int, events: int) -> RankTrace:
+    """One rank of a job on gloo: every 200th event a c10d call, a span that serves it, and a flight-recorder entry."""
+    calls, filler = events // 200, 198
+    at = 1_800_000_000_000_000_000 + np.arange(calls) * 2_000_000
+    rest = (at[:, None] + 100_000 + np.arange(filler) * 9_000).ravel()
+    start = np.concatenate([at, at + 3_000 + rank * 100, rest])
+    dur = np.concatenate([np.full(calls, 5_000), np.full(calls, 60_000), np.full(len(rest), 5_000)])
+    name = np.concatenate([np.zeros(calls), np.ones(calls), np.full(len(rest), 2)]).astype(np.int32)
+    lane = np.concatenate([np.zeros(calls), 1 + np.arange(calls) % 2, np.zeros(len(rest))]).astype(np.int32)
+    order = np.argsort(start, kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    strings = ("c10d::allreduce_", "gloo:all_reduce", "aten::mm", *(f"[[[{64 << k}]]]" for k in range(7)))
+    spans = tuple(f"[[{64 << k}]]" for k in range(7))
+    rows = np.concatenate([place[:calls], place[calls : 2 * calls]])
+    dims = np.concatenate([3 + np.arange(calls) % 7, 10 + np.arange(calls) % 7]).astype(np.int32)
+    by_row = np.argsort(rows, kind="stable")
+    n, none = len(order), np.full(len(order), -1, np.int64)
+    table_ = Events(
+        np.full(n, ord("X"), np.uint8),
+        np.zeros(n, np.int32),
+        name[order],
+        lane[order],
+        start[order],
+        dur[order],
+        np.where(name[order] == 0, np.cumsum(name[order] == 0), none),
+        none,
+        none,
+        none,
+        (*strings, *spans),
+        ("cpu_op",),
+        (Lane(1, 1, "python3"), Lane(1, 2, "pt_gloo_runloop"), Lane(1, 3, "pt_gloo_runloop")),
+        {"Input Dims": Arg(rows[by_row].astype(np.int32), dims[by_row], True)},
+        Flows.empty(),
+    )
+    entries = [
+        {
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": k + 1,
+            "profiling_name": "gloo:all_reduce",
+            "time_created_ns": int(at[k]) + 1_000,
+            "input_dtypes": ["Float"],
+        }
+        for k in range(calls)
+    ]
+    everyone = [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": ranks, "ranks": list(range(ranks))}]
+    info = {"rank": rank, "world_size": ranks, "backend": "gloo", "pg_config": everyone}
+    return RankTrace(rank, ranks, table_, f"rank{rank}", {"distributedInfo": info}, sidecar={"entries": entries})
+
+
 def measure(ranks: int, events: int, rung: str) -> tuple[float, int, int, int, int]:
     """(CPU seconds, events, members, members without all partners, members in a wrong instance) of joining one job."""
-    traces = [rank_trace(rank, ranks, events, rung) for rank in range(ranks)]
+    make = (
+        (lambda r: gloo_trace(r, ranks, events)) if rung == "gloo" else (lambda r: rank_trace(r, ranks, events, rung))
+    )
+    traces = [make(rank) for rank in range(ranks)]
     begin = time.process_time()
     job = assemble([replace(trace, health=Health()) for trace in traces], Health())
     spent = time.process_time() - begin
@@ -126,7 +179,7 @@ def measure(ranks: int, events: int, rung: str) -> tuple[float, int, int, int, i
     truth = np.empty(len(c), np.int64)
     for trace in job.ranks:
         mine = c.rank == trace.rank
-        truth[mine] = trace.events.correlation[c.event[mine]]
+        truth[mine] = trace.events.correlation[(c.host_event if rung == "gloo" else c.event)[mine]]
     wrong = int(np.sum(truth != truth[np.searchsorted(c.instance, c.instance)]))
     return spent, sum(len(trace.events) for trace in traces), len(c), c.unmatched, wrong
 
@@ -137,7 +190,7 @@ def main() -> None:
     events = int(sys.argv[2]) if len(sys.argv) > 2 else 100_000
     measure(16, 3_000, "order")  # compiled code is loaded before anything is timed
     rows = []
-    for rung in ("seq", "order", "names"):
+    for rung in ("seq", "order", "names", "gloo"):
         for count in (events // 4, events // 2, events):
             spent, total, members, unmatched, wrong = measure(ranks, count, rung)
             rate = f"{spent / total * 1e6:.2f}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,22 +24,26 @@ _ROOT_AT = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
 _SLACK_NS = 1_000
 
 
-class _Op:
-    """One c10d call while it is being joined; plain attributes, never leaves this module."""
+@dataclass(slots=True)
+class _Call:
+    """One c10d call while it is being joined with its spans and its flight-recorder entry."""
 
-    __slots__ = ("dims", "end", "entry", "functional", "kind", "lane", "name", "row", "spans", "start")
+    row: int
+    name: str
+    kind: int
+    start: int
+    end: int
+    lane: int
+    dims: Any
+    functional: int = 0
+    entry: Mapping[str, Any] | None = None
+    spans: list[int] = field(default_factory=list)
 
-    def __init__(self, events: Events, row: int) -> None:
-        self.row = row
-        self.name = events.name_of(row)
-        self.kind = kind_of(self.name)
-        self.start = int(events.ts_ns[row])
-        self.end = self.start + int(events.dur_ns[row])
-        self.lane = int(events.lane[row])
-        self.dims = parsed(events.text("Input Dims", row))
-        self.functional = 0
-        self.entry: Mapping[str, Any] | None = None
-        self.spans: list[int] = []
+    @staticmethod
+    def at(events: Events, row: int) -> _Call:
+        name, start = events.name_of(row), int(events.ts_ns[row])
+        end, dims = start + int(events.dur_ns[row]), parsed(events.text("Input Dims", row))
+        return _Call(row, name, kind_of(name), start, end, int(events.lane[row]), dims)
 
 
 def gloo_members(trace: RankTrace, groups: Groups, health: Health) -> Iterator[dict[str, int]]:
@@ -79,14 +84,14 @@ def _count(health: Health, reason: str, number: int) -> None:
         health.unmatched[reason] += number
 
 
-def _calls(events: Events) -> list[_Op]:
+def _calls(events: Events) -> list[_Call]:
     """The c10d calls in the order of their start; a call inside another of the same kind is the same collective."""
     codes = [i for i, text in enumerate(events.strings) if text.startswith("c10d::") and kind_of(text) != UNKNOWN]
     rows = np.flatnonzero(np.isin(events.name, codes) & (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN))
-    ops: list[_Op] = []
-    open_until: dict[int, _Op] = {}
+    ops: list[_Call] = []
+    open_until: dict[int, _Call] = {}
     for row in rows.tolist():
-        op = _Op(events, row)
+        op = _Call.at(events, row)
         outer = open_until.get(op.lane)
         if outer is not None and op.end <= outer.end and op.kind == outer.kind:
             continue
@@ -102,13 +107,13 @@ def _calls(events: Events) -> list[_Op]:
     return ops
 
 
-def _span_kinds(op: _Op) -> tuple[str, ...]:
+def _span_kinds(op: _Call) -> tuple[str, ...]:
     """Names under which gloo may run this call; reduce_scatter is one all_reduce of the whole input."""
     kind = KINDS[op.kind]
     return ("reduce_scatter", "all_reduce") if kind == "reduce_scatter" else (kind,)
 
 
-def _expected(op: _Op) -> tuple[int, int]:
+def _expected(op: _Call) -> tuple[int, int]:
     """(elements of one span, number of spans); -1 elements where shapes are not recorded."""
     if KINDS[op.kind] == "reduce_scatter" and len(op.dims) > 1 and _is_list_of_lists(op.dims[1]):
         parts = op.dims[1][0]
@@ -127,7 +132,7 @@ def _elements(dims: Any) -> int:
     return int(np.prod([int(n) for n in dims])) if isinstance(dims, list) and dims else -1
 
 
-def _join_spans(events: Events, ops: Sequence[_Op], spans: Sequence[int]) -> None:
+def _join_spans(events: Events, ops: Sequence[_Call], spans: Sequence[int]) -> None:
     """Give every call the earliest free span of its kind and size that starts after it."""
     free: dict[tuple[str, int], list[int]] = defaultdict(list)
     for row in reversed(spans):
@@ -147,7 +152,7 @@ def _join_spans(events: Events, ops: Sequence[_Op], spans: Sequence[int]) -> Non
 
 
 def _queue(
-    op: _Op, count: int, free: Mapping[tuple[str, int], list[int]], by_kind: Mapping[str, list[int]], events: Events
+    op: _Call, count: int, free: Mapping[tuple[str, int], list[int]], by_kind: Mapping[str, list[int]], events: Events
 ) -> list[int] | None:
     """The queue whose next span this call can own; spans that began before the call belong to earlier, unseen calls."""
     best: list[int] | None = None
@@ -163,7 +168,7 @@ def _queue(
     return best
 
 
-def _join_sidecar(ops: Sequence[_Op], sidecar: Mapping[str, Any] | None) -> int:
+def _join_sidecar(ops: Sequence[_Call], sidecar: Mapping[str, Any] | None) -> int:
     """Give every call the flight-recorder entry that was created while it ran; how many were found."""
     entries = [e for e in (sidecar or {}).get("entries", []) if isinstance(e, Mapping) and _is_entry(e)]
     entries.sort(key=lambda e: int(e["time_created_ns"]))
@@ -194,7 +199,7 @@ def _entry_name(entry: Mapping[str, Any]) -> str | None:
 
 
 def _group(
-    op: _Op, trace: RankTrace, groups: Groups, own: Sequence[Group], lanes: Mapping[int, int], events: Events
+    op: _Call, trace: RankTrace, groups: Groups, own: Sequence[Group], lanes: Mapping[int, int], events: Events
 ) -> tuple[int, bool]:
     """(group id, whether it is certain)."""
     if op.entry is not None:
@@ -210,7 +215,7 @@ def _group(
 
 
 def _lanes_to_groups(
-    events: Events, ops: Sequence[_Op], own: Sequence[Group], trace: RankTrace, groups: Groups
+    events: Events, ops: Sequence[_Call], own: Sequence[Group], trace: RankTrace, groups: Groups
 ) -> dict[int, int]:
     """Worker lane → group. Each group has two threads, made when the group is, so thread ids follow group order.
 
@@ -251,7 +256,7 @@ def _lanes_to_groups(
     return known
 
 
-def _row(events: Events, op: _Op, group: int, groups: Groups) -> dict[str, int]:
+def _row(events: Events, op: _Call, group: int, groups: Groups) -> dict[str, int]:
     first, last = op.spans[0], op.spans[-1]
     members = groups.groups[group].members if group >= 0 else ()
     n_in, n_out = elements_of(op.kind, op.dims, len(members))
@@ -280,7 +285,7 @@ def _row(events: Events, op: _Op, group: int, groups: Groups) -> dict[str, int]:
     }
 
 
-def _element_bytes(events: Events, op: _Op, span: int) -> int:
+def _element_bytes(events: Events, op: _Call, span: int) -> int:
     """Element size from the flight recorder, else the span, else the call (whose tensor lists carry no type)."""
     types: list[Any] = []
     if op.entry is not None:

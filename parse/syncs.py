@@ -14,6 +14,9 @@ from scaletrace.parse.streams import CONTRADICTED_NS, Kernels, dense_threads
 SYNC_TAIL_CAP_NS = 60_000
 SHORT_CALL_NS = 20_000
 LOOK_BACK = 400
+QUEUE_LEAST, QUEUE_MOST, BLOCKED_LAUNCH_NS = 700, 1_100, 100_000
+"""A device queue holds about a thousand launches; a launch into a full one blocks until one of the oldest is through."""
+_LAUNCH = int(Call.LAUNCH)
 _COPY, _FREE, _DEVICE_SYNC = int(Call.COPY), int(Call.FREE), int(Call.DEVICE_SYNC)
 _STREAM_SYNC, _EVENT_SYNC = int(Call.STREAM_SYNC), int(Call.EVENT_SYNC)
 
@@ -45,6 +48,17 @@ def _latest_launched(launched: Int32Array, top: int, end: IntArray, before: int)
     for j in range(top - 1, max(-1, top - LOOK_BACK - 1), -1):
         k = int(launched[j])
         if end[k] <= before and (best < 0 or end[k] > end[best]):
+            best = k
+    return best
+
+
+@jit
+def _queue_head(launched: Int32Array, top: int, end: IntArray, call_end: int) -> int:
+    """The kernel about a thousand launches back whose end let a launch into a full queue return; -1 where none fits."""
+    best = -1
+    for j in range(max(0, top - QUEUE_MOST), top - QUEUE_LEAST):
+        k = int(launched[j])
+        if call_end - SYNC_TAIL_CAP_NS <= end[k] <= call_end and (best < 0 or end[k] > end[best]):
             best = k
     return best
 
@@ -123,6 +137,9 @@ def _walk_syncs(
             if is_copy[own] and e - SYNC_TAIL_CAP_NS <= end[own] <= e + max(2000, tolerance - 3000):
                 is_sync[i] = True
                 k = own
+        elif what == _LAUNCH and e - s > BLOCKED_LAUNCH_NS and top > QUEUE_LEAST:
+            k = _queue_head(launched, top, end, e)
+            is_sync[i] = k >= 0
         elif what in (_DEVICE_SYNC, _FREE):
             is_sync[i] = True
             for t in range(streams):

@@ -201,3 +201,19 @@ def test_wait_that_names_its_collective_joins_exactly(tmp_path: Path) -> None:
     }
 
     assert {"nccl_AllReduce_4"} == work
+
+
+def test_launch_into_a_full_queue_waits_for_the_device(tmp_path: Path) -> None:
+    """A launch that blocks for 500 us with a thousand kernels outstanding waits for the one that makes room."""
+    events = [e for at in range(1010) for e in _launch(f"k{at % 3}", 5 * at, 6 + 100 * at, 99, at + 1)]
+    blocked_at = 5 * 1010
+    room = next(at for at in range(1010) if 105 + 100 * at > blocked_at + 400)
+    events += [call("cudaLaunchKernel", blocked_at, 106 + 100 * room - blocked_at, 5000)]
+    events += [kernel("last", 6 + 101_000, 10, 5000)]
+    built = built_of(tmp_path, events)
+    graph = built.graph
+    awaited = [
+        graph.name_of(int(a)) for a, kind in zip(graph.pred, graph.edge_kind, strict=True) if kind == EdgeKind.HOST_SYNC
+    ]
+
+    assert [f"k{room % 3}"] == awaited

@@ -24,21 +24,33 @@ A100_4X100G = device("a100").with_nics(4 * 12.5e9)
 
 def results(tables: Path) -> list[Result]:
     """The throughput table (both layouts, both shardings), from `scaling_points.csv`."""
-    table = [
-        {**row, "micro_batches": "4" if "micro_num=4" in row["notes"] else "1"}
-        for row in read_table(tables, "scaling_points.csv")
-        if row["source_id"] == "internevo" and row["table_or_figure"] == "Throughput Measurement"
-    ]
     fit, held = [], []
-    for row in table:
+    for row in read_table(tables, "scaling_points.csv"):
+        if row["source_id"] != "internevo" or not _is_counted(row):
+            continue
+        row = {**row, "micro_batches": "4" if "micro_num=4" in row["notes"] else "1"}
         local = "within" in row["sharding"]
         smallest = local and int(row["gpus"]) == 8
-        fixes_loss = local and row["tp"] in ("1", "1.0") and int(row["gpus"]) == 16
+        fixes_loss = local and _group(Config.of(row)) == FIXES_LOSS and int(row["gpus"]) == 16
         if smallest or fixes_loss:
             fit.append(FitRow(Config.of(row), float(row["tokens_per_s_per_gpu"])))
         else:
             held.append(HeldOutRow(Config.of(row), float(row["tokens_per_s_per_gpu"])))
     return [_result(fit, held)]
+
+
+FIXES_LOSS = (1, "none")
+"""TP1 without recomputation, node-local, fixes λ with its two smallest sizes."""
+
+
+def _is_counted(row: dict[str, str]) -> bool:
+    """The throughput table, and of the FLOPS table what it does not repeat: the runs with recomputation."""
+    return row["table_or_figure"] == "Throughput Measurement" or row["act_ckpt"].lower() == "true"
+
+
+def _group(config: Config) -> tuple[int, str]:
+    """Runs that share their kernels, and so one calibrated number: tensor parallelism and recomputation."""
+    return config.whole("tp", 1), "full" if config.text("act_ckpt").lower() == "true" else "none"
 
 
 def job_of(config: Config, on: Device) -> Job:
@@ -52,7 +64,7 @@ def job_of(config: Config, on: Device) -> Job:
         tp=tp,
         micro_batch=config.whole("mbs"),
         micro_batches=config.whole("micro_batches"),
-        recompute="full" if config.text("act_ckpt").lower() == "true" else "none",
+        recompute=_group(config)[1],
     )
     return owned_job(MODEL, layout, on, owners, local)
 
@@ -81,14 +93,14 @@ def fit_overlap_loss(rows: Sequence[FitRow], on: Device) -> float:
 
 def _result(fit: Sequence[FitRow], held: Sequence[HeldOutRow]) -> Result:
     on = A100_4X100G
-    smallest = {row.config.whole("tp"): row for row in fit if row.config.whole("gpus") == 8}
-    units = {tp: calibrate(lambda rows: unit(rows, on), [row]) for tp, row in smallest.items()}
-    pair = [row for row in fit if row.config.whole("tp") == 1]
+    smallest = {_group(row.config): row for row in fit if row.config.whole("gpus") == 8}
+    units = {group: calibrate(lambda rows: unit(rows, on), [row]) for group, row in smallest.items()}
+    pair = [row for row in fit if _group(row.config) == FIXES_LOSS]
     scored = []
     for row in held:
-        tp = row.config.whole("tp")
-        predicted = tokens_per_gpu(row.config) / job_of(row.config, on).step_s(units[tp])
-        scored.append(row.scored(_label(row.config), predicted, smallest[tp].measured))
+        group = _group(row.config)
+        predicted = tokens_per_gpu(row.config) / job_of(row.config, on).step_s(units[group])
+        scored.append(row.scored(_label(row.config), predicted, smallest[group].measured))
     errors = [row.error for row in scored]
     naive = f"flat throughput {max(row.baseline_error for row in scored):+.0%}"
     wrong, pairs = _order(scored)
@@ -113,7 +125,11 @@ def _result(fit: Sequence[FitRow], held: Sequence[HeldOutRow]) -> Result:
 
 
 def _order(scored: Sequence[Scored]) -> tuple[int, int]:
-    """Pairs of layouts at one size that are predicted in the wrong order, of those measured more than 3 % apart."""
+    """Pairs of layouts at one size that are predicted in the wrong order, of those measured more than 3 % apart.
+
+    Runs with recomputation are of another table of the source and not compared with the rest.
+    """
+    scored = [row for row in scored if not row.label.endswith("recomputed")]
     wrong = pairs = 0
     for one, other in combinations(scored, 2):
         if one.label.split(",")[0] != other.label.split(",")[0]:
@@ -127,4 +143,5 @@ def _order(scored: Sequence[Scored]) -> tuple[int, int]:
 
 def _label(config: Config) -> str:
     where = "local" if "within" in config.text("sharding") else "global"
-    return f"{config.whole('gpus')} GPUs, TP{config.whole('tp')} {where}"
+    again = ", recomputed" if _group(config)[1] == "full" else ""
+    return f"{config.whole('gpus')} GPUs, TP{config.whole('tp')} {where}{again}"

@@ -15,6 +15,9 @@ from scaletrace.extrapolate.described.spread import straggle
 
 H100 = device("h100")
 MODEL = Model("gpt3-15b", "gpt", 48, 6144, 48, seq=2048)
+FITTED_PIPELINES = 2
+"""Two lengths of pipeline tell how many micro batches there are, which the source does not say."""
+
 PARTS = ("exposed compute", "overlapped", "exposed communication", "other")
 _BREAKDOWN = re.compile(r"ms=\(([\d., ]+)\); Lumos")
 
@@ -66,8 +69,9 @@ def results(tables: Path) -> list[Result]:
 def _split(
     table: Table,
 ) -> tuple[dict[tuple[int, int], FitRow], list[tuple[HeldOutRow, list[float]]], list[HeldOutRow]]:
-    """The smallest dp of each (tp, pp) among the smallest clusters is fitted; larger dp held out; other pp further."""
-    smallest = min(int(float(row["gpus"])) for row in table)
+    """The smallest dp of the two shortest pipelines of each tp is fitted, their larger dp held out; longer ones further."""
+    shapes = sorted({_shape(Config.of(row)) for row in table})
+    short = {shape for shape in shapes if sum(tp == shape[0] and pp < shape[1] for tp, pp in shapes) < FITTED_PIPELINES}
     fit: dict[tuple[int, int], FitRow] = {}
     held, further = [], []
     for row in sorted(table, key=lambda row: (float(row["gpus"]), float(row["dp"]))):
@@ -75,9 +79,8 @@ def _split(
         shape = _shape(config)
         if shape in fit:
             held.append((HeldOutRow(config, seconds), _breakdown(row)))
-        elif config.whole("gpus") == smallest or not any(tp == shape[0] for tp, _ in fit):
-            parts = tuple(zip(PARTS, _breakdown(row), strict=True))
-            fit[shape] = FitRow(config, seconds, parts)
+        elif shape in short:
+            fit[shape] = FitRow(config, seconds, tuple(zip(PARTS, _breakdown(row), strict=True)))
         else:
             further.append(HeldOutRow(config, seconds))
     return fit, held, further
@@ -86,15 +89,12 @@ def _split(
 def scale_out(base: FitRow, to: Config) -> tuple[float, float, float, float]:
     """The four parts at another dp, in seconds: compute stays, the data-parallel collectives grow, hidden and not alike."""
     exposed, overlapped, communication, other = (base.evidence(part) for part in PARTS)
-    grown = _traffic_s(to) / _traffic_s(base.config)
-    compute = (
-        (exposed + overlapped)
-        * straggle(H100.spread, to.whole("gpus"))
-        / straggle(H100.spread, base.config.whole("gpus"))
-    )
-    more = _traffic_s(to) - _traffic_s(base.config)
-    hidden = min(compute, overlapped * grown)
-    # The part of the traffic that was hidden grows hidden; the rest of the growth is exposed.
+    slowest = straggle(H100.spread, to.whole("gpus")) / straggle(H100.spread, base.config.whole("gpus"))
+    compute = (exposed + overlapped) * slowest
+    traffic = _traffic_s(base.config)
+    more = _traffic_s(to) - traffic
+    # What of the traffic was hidden grows hidden; the rest of the growth is exposed.
+    hidden = min(compute, overlapped + more * min(1.0, overlapped / traffic))
     left = max(0.0, more - (hidden - overlapped))
     return compute - hidden, hidden, communication + left, other
 

@@ -90,7 +90,7 @@ def split(table: Table, accelerator: str, smallest: int) -> tuple[list[FitRow], 
     for name in sorted({row["model"] for row in rows}):
         own = sorted((row for row in rows if row["model"] == name), key=lambda row: int(row["gpus"]))
         first = own[0]
-        if int(first["gpus"]) != smallest:
+        if len(own) < 2:
             left_out += len(own)
             continue
         fit.append(FitRow(Config.of(first), float(first["tokens_per_s_per_gpu"])))
@@ -107,7 +107,10 @@ def split(table: Table, accelerator: str, smallest: int) -> tuple[list[FitRow], 
 
 def _result(source: str, title: str, table: Table, accelerator: str, on: Device, smallest: int) -> Result:
     fit, held, left_out = split(table, accelerator, smallest)
-    base = {row.config.text("model"): row for row in fit if row.config.whole("gpus") == smallest}
+    base: dict[str, FitRow] = {}
+    for row in fit:
+        name = row.config.text("model")
+        base[name] = min(row, base.get(name, row), key=lambda known: known.config.whole("gpus"))
     per_token = {name: calibrate(lambda rows: unit_per_token(rows, on), [row]) for name, row in base.items()}
     scored = []
     for row in held:
@@ -127,7 +130,7 @@ def _result(source: str, title: str, table: Table, accelerator: str, on: Device,
     else:
         gates.append(Gate(source, "loss from 16 GPUs", worst(list(kept.values())), 4, 2, "points", baseline))
     notes = [
-        f"{left_out} rows left out: micro batch more than {SAME_MICRO_BATCH} × off the fitted run's, or no such run."
+        f"{left_out} rows left out: micro batch more than {SAME_MICRO_BATCH} × off the fitted run's, or one size only."
     ]
     if accelerator == "h100_80gb":
         pair = [row for row in fit if row.config.text("model") == "MPT-1b"]

@@ -59,7 +59,7 @@ def test_every_recorded_collective_is_in_the_sidecar(samples: Path, sample: Samp
     """Each c10d operation of the trace holds the creation time of exactly one flight-recorder entry."""
     for rank in range(sample.ranks):
         trace = read(samples / sample.name / f"rank{rank}.json.gz")
-        entries = read(samples / sample.name / f"fr_rank{rank}.json.gz").get("entries", [])
+        entries = read(samples / sample.name / f"fr_rank{rank}.json.gz")["entries"]
         created_ns = [entry["time_created_ns"] for entry in entries]
         base_ns = trace["baseTimeNanoseconds"]
         issued = [(base_ns + round(e["ts"] * 1000), round(e["dur"] * 1000)) for e in spans(trace, "c10d::")]

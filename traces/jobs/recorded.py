@@ -24,7 +24,7 @@ def flight_record() -> dict[str, object]:
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     record: dict[str, object] = json.loads(_dump_fr_trace_json(includeCollectives=True, onlyActive=False))
-    entries = record.get("entries")
+    entries = record.setdefault("entries", [])  # a job without collectives has none
     for entry in entries if isinstance(entries, list) else []:
         for key in ("time_discovered_started_ns", "time_discovered_completed_ns"):
             entry[key] = entry.get(key) or None

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.kernels import UNKNOWN, classify
 from scaletrace.replay.timeline import Timeline
 
 FloatArray = npt.NDArray[np.float64]
@@ -21,7 +22,8 @@ BESIDE, ALONE = 0.9, 0.1
 class Slowdown:
     """factor float64[n]: how many times longer each node takes under full overlap (1 for all but kernels).
 
-    measured  names with at least five samples with and without overlap;  pooled: factor of kernels without their own
+    measured  names with at least five samples with and without overlap; others take the median of their class, and
+    pooled    where no name of the class was measured, the median of all
     """
 
     factor: FloatArray
@@ -37,7 +39,7 @@ class Slowdown:
             return "no kernel has samples both with and without overlap: no slowdown by overlap is assumed"
         return (
             f"slowdown by overlapped communication: measured for {len(self.measured)} kernel names, "
-            f"median {self.pooled:.2f} taken for the rest"
+            f"the median of their class, or of all ({self.pooled:.2f}), taken for the rest"
         )
 
 
@@ -92,11 +94,24 @@ def fit_slowdown(timeline: Timeline) -> Slowdown:
         weighted = sum(r * w for r, w in found) / sum(w for _, w in found)
         by_name[name] = float(np.clip(weighted, 1.0, LARGEST))
     pooled = float(np.median(list(by_name.values()))) if by_name else 1.0
-    table = np.full(len(graph.names) + 1, pooled)
-    for name, value in by_name.items():
-        table[name] = value
+    table = _by_class(graph, by_name, pooled)
     factor = np.where(graph.nodes(NodeKind.KERNEL), table[graph.name], 1.0)
     return Slowdown(factor, {graph.names[name]: value for name, value in by_name.items()}, pooled)
+
+
+def _by_class(graph: Graph, by_name: dict[int, float], pooled: float) -> FloatArray:
+    """Factor of each name: its own, else the median of its class (matmul, norm, …), else the pooled one."""
+    table = np.full(len(graph.names) + 1, pooled)
+    if not by_name:
+        return table
+    codes = classify(graph.names)
+    measured = np.array(sorted(by_name), np.int64)
+    values = np.array([by_name[int(name)] for name in measured])
+    for code in np.unique(codes[measured]):
+        if code != UNKNOWN:
+            table[:-1][codes == code] = np.median(values[codes[measured] == code])
+    table[measured] = values
+    return table
 
 
 def _blocks(graph: Graph) -> npt.NDArray[np.int32]:

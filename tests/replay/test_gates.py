@@ -169,3 +169,17 @@ def test_quantised_communication_has_the_predicted_direction(shared_data: Path) 
 
     assert predicted < 0
     assert measured < 0
+
+
+@pytest.mark.slow
+def test_overlap_has_the_predicted_direction(shared_data: Path) -> None:
+    """Two real pairs, decode overlap off and on, and communication in hooks: ideal overlap bounds the gain, and gains."""
+    off, on = (_job(shared_data, f"lightllm8_h200-logs{v}-run1") for v in ("", "_decode_overlap"))
+    ab = shared_data / "traces" / "nanogpt_ab_v1"
+    current, hook = (
+        _build(ab / f"alt1__modded-nanogpt-{v}-gpu-rank-00-chrome-trace.json.gz") for v in ("current", "hook")
+    )
+
+    for before, after in ((off, on), (current, hook)):
+        measured = replay(after.graph).makespan_ns - replay(before.graph).makespan_ns
+        assert whatif(before.graph, ["overlap=ideal"]).change_ns <= measured < 0

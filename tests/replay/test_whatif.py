@@ -126,6 +126,21 @@ def test_slowdown_is_measured_from_both_kinds_of_samples() -> None:
     assert {"gemm": 1.5} == fit_slowdown(timeline).measured
 
 
+def test_slowdown_of_a_class_serves_its_other_kernels() -> None:
+    """A matmul without samples takes the factor of the measured matmul, 1.5, not the pooled one of both names, 1.25."""
+    names = ["ampere_sgemm_64x64_nn", *["volta_sgemm_128x64_tn"] * 5, *["vectorized_elementwise_kernel"] * 5]
+    beside = [("volta_sgemm_128x64_tn", 150)] * 5 + [("vectorized_elementwise_kernel", 100)] * 5
+    nodes = [(name, NodeKind.KERNEL, 0, 0, 100) for name in names]
+    nodes += [(name, NodeKind.KERNEL, 0, 0, dur) for name, dur in beside]
+    nodes.append(("nccl", NodeKind.TRANSFER, 0, 1, 1250))
+    edges = [(at, at + 1, 0, EdgeKind.STREAM) for at in range(20)]
+
+    found = fit_slowdown(replay(graph_of(nodes, edges, release={0: 0, 21: 1100})))
+
+    assert {"volta_sgemm_128x64_tn": 1.5, "vectorized_elementwise_kernel": 1.0} == found.measured
+    assert (1.25, 1.5) == (found.pooled, found.factor[0])
+
+
 def test_slowdown_goes_with_the_overlap() -> None:
     """Without the transfer the slowed kernels run at their own pace: 10 × 100 instead of 5 × 100 + 5 × 150."""
     plain, fitted = (whatif(_contended(), ["nccl=0"], slowdown=on) for on in (False, True))

@@ -119,13 +119,17 @@ class Events:
 
     def in_cats(self, *cats: str) -> BoolArray:
         """Mask of the events whose category is one of `cats`."""
-        return np.isin(self.cat, [i for i, cat in enumerate(self.cats) if cat in cats])
+        wanted = np.array([cat in cats for cat in self.cats], np.bool_)
+        mask: BoolArray = wanted[self.cat]
+        return mask
 
     def named(self, *names: str) -> BoolArray:
         """Mask of the events with exactly one of these names."""
-        wanted = set(names)
-        codes = [i for i, text in enumerate(self.strings) if text in wanted]
-        return np.isin(self.name, codes)
+        codes = [i for i, text in enumerate(self.strings) if text in names]
+        wanted = np.zeros(len(self.strings), np.bool_)
+        wanted[codes] = True
+        mask: BoolArray = wanted[self.name]
+        return mask
 
     def ints(self, key: str, missing: int = MISSING) -> IntArray:
         """Argument `key` as a dense int64[n], `missing` where an event lacks it; other than integers count as lacking.

@@ -16,13 +16,13 @@ from scaletrace.parse.events import Events, IntArray
 from scaletrace.parse.health import Health
 from scaletrace.parse.limits import DEFAULT, Limits
 from scaletrace.parse.ondemand import arguments_at
+from scaletrace.parse.overrun import clip_overruns
 from scaletrace.parse.pieces import Damage, checked_utf8, opened, pieces
 from scaletrace.parse.scan_state import STATS
 from scaletrace.parse.survey import survey
 from scaletrace.parse.table import build
 
 _MAX_BASE_NS = 4_000_000_000_000_000_000
-_ABSOLUTE_NS = 1_000_000_000_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: L
     _count(document, health)
     base_ns = _base_ns(document, health)
     events, offsets = build(document.table, base_ns, health)
+    events = clip_overruns(events, health)
     survey(events, health)
     return TraceFile(
         source=name,

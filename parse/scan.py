@@ -29,6 +29,8 @@ from scaletrace.parse.scan_state import (
     HAVE,
     ID,
     KEYS_AT,
+    LAST_PID,
+    LAST_TID,
     META,
     NAME,
     OTHER_AT,
@@ -63,10 +65,12 @@ from scaletrace.parse.scan_text import (
     SURROGATE,
     WHERE,
     compact,
+    ends_value,
     fail,
     hash_bytes,
     literal,
     number,
+    plain_digits,
     real,
     scaled,
     space,
@@ -93,6 +97,7 @@ _K_PH, _K_TS, _K_ID, _K_CAT, _K_PID, _K_TID, _K_DUR, _K_NAME, _K_ARGS = (
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _U29 = np.uint64(29)
 _I63 = np.uint64(0x7FFFFFFFFFFFFFFF)
+_MAX_PLAIN_US = 9_000_000_000_000_000
 
 
 @jit
@@ -108,6 +113,10 @@ def _count_flags(st: IntArray, flags: int) -> None:
 @jit
 def _skip(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> int:
     """Position after the value at `i`."""
+    if 48 <= buf[i] <= 57:
+        after, _ = plain_digits(buf, i)
+        if after > i and ends_value(buf[after]):
+            return after
     after, flags = value_end(buf, i, end, mem, st[STACK_AT], st[STACK_CAP], st)
     if flags & ~ESCAPE:
         _count_flags(st, flags)
@@ -139,12 +148,26 @@ def _text(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tup
 
 
 @jit
-def _token(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, int]:
-    """(position after, code) of the value at `i` as JSON text, so that 7 and "7" stay different."""
+def _token(buf: ByteArray, i: int, end: int, last: int, st: IntArray, mem: ByteArray) -> tuple[int, int]:
+    """(position after, code) of the value at `i` as JSON text, so that 7 and "7" stay different.
+
+    st[last] is the code that was last found here.
+    """
+    code = st[last]
+    if code >= 0:
+        entry = st[TEXT_AT] + 3 * code
+        at, n = st[entry], st[entry + 1]
+        k = 0
+        while k < n and buf[i + k] == mem[at + k]:
+            k += 1
+        if k == n and ends_value(buf[i + n]):
+            return i + n, code
     after = _skip(buf, i, end, st, mem)
     if after < 0:
         return after, 0
-    return after, intern(st, mem, buf, i, after, hash_bytes(buf, i, after))
+    code = intern(st, mem, buf, i, after, hash_bytes(buf, i, after))
+    st[last] = code
+    return after, I64(code)
 
 
 @jit
@@ -164,6 +187,9 @@ def _digits_in(buf: ByteArray, a: int, b: int) -> tuple[bool, int]:
 @jit
 def _integer(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, int, int]:
     """(position after, tag, value) of an integer argument; tag -1 where there is none."""
+    after, value = plain_digits(buf, i)
+    if after > i and ends_value(buf[after]):
+        return after, TAG_INT, value
     c = buf[i]
     if c == 45 or 48 <= c <= 57:
         after, negative, digits, power, kind = number(buf, i, end, st)
@@ -323,6 +349,16 @@ def _arguments(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -
 @jit
 def _time(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, bool, int]:
     """(position after, whether there is a number, integer ns) of a time in microseconds at `i`."""
+    after, value = plain_digits(buf, i)
+    if after > i and value < _MAX_PLAIN_US:
+        if ends_value(buf[after]):
+            return after, True, value * 1000
+        if buf[after] == 46 and ends_value(buf[after + 4]):
+            part = 0
+            for k in range(after + 1, after + 4):
+                part = part * 10 + I64(buf[k]) - 48 if 48 <= buf[k] <= 57 else -(1 << 40)
+            if part >= 0:
+                return after + 4, True, value * 1000 + part
     quoted = buf[i] == 34
     a = i + 1 if quoted else i
     if buf[a] != 45 and not 48 <= buf[a] <= 57:
@@ -346,7 +382,7 @@ def _value(buf: ByteArray, i: int, end: int, key: int, st: IntArray, mem: ByteAr
         st[NAME if key == _K_NAME else CAT] = code
         return GROW if i >= 0 and code == GROW else i
     if key in (_K_PID, _K_TID):
-        i, code = _token(buf, i, end, st, mem)
+        i, code = _token(buf, i, end, LAST_PID if key == _K_PID else LAST_TID, st, mem)
         st[PID if key == _K_PID else TID] = code
         return GROW if i >= 0 and code == GROW else i
     if key == _K_TS:
@@ -373,11 +409,13 @@ def _value(buf: ByteArray, i: int, end: int, key: int, st: IntArray, mem: ByteAr
 
 
 @jit
-def _is_header_key(buf: ByteArray, i: int) -> bool:
-    """Whether a key of 11 or 13 bytes at `i` is "traceEvents" or "schemaVersion": another document's header."""
-    if buf[i + 1] == 114:
-        return bool(buf[i] == 116 and buf[i + 4] == 101 and buf[i + 5] == 69 and buf[i + 10] == 115)
-    return bool(buf[i] == 115 and buf[i + 1] == 99 and buf[i + 6] == 86 and buf[i + 12] == 110)
+def _is_header_key(buf: ByteArray, i: int, length: int) -> bool:
+    """Whether the key at `i` is "traceEvents" or "schemaVersion", which means another document's header."""
+    if length == 11:
+        return bool(
+            buf[i] == 116 and buf[i + 1] == 114 and buf[i + 4] == 101 and buf[i + 5] == 69 and buf[i + 10] == 115
+        )
+    return bool(length == 13 and buf[i] == 115 and buf[i + 1] == 99 and buf[i + 6] == 86 and buf[i + 12] == 110)
 
 
 @jit
@@ -394,20 +432,18 @@ def _event(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> in
     while True:
         if buf[i] != 34:
             return fail(i, end, st)
-        close, flags = string_end(buf, i + 1, end)
-        if close < 0:
-            return close
-        if flags:
-            st[WHERE] = i
-            return BAD
-        key = 0
-        if close - i == 12 or close - i == 14:
-            if _is_header_key(buf, i + 1):
+        key, close = 0, i + 1
+        while buf[close] != 34 and close < i + 6 and buf[close] > 34:
+            key = key << 8 | I64(buf[close])
+            close += 1
+        if buf[close] != 34 or buf[i + 1] == 92:
+            key = 0
+            close, flags = string_end(buf, i + 1, end)
+            if close < 0:
+                return close
+            if flags or _is_header_key(buf, i + 1, close - i - 1):
                 st[WHERE] = i
                 return BAD
-        elif close - i <= 5:
-            for k in range(i + 1, close):
-                key = key << 8 | I64(buf[k])
         i = space(buf, close + 1)
         if buf[i] != 58:
             return fail(i, end, st)

@@ -25,6 +25,8 @@ EVENTS, ARGUMENTS, OTHERS, RECORDS, TEXTS, ARENA_USED, LANES, LAST_LANE, FLOODS 
 TEXT_AT, TEXT_CAP, SLOT_AT, LANE_AT, LANE_CAP, LANE_SLOT_AT = range(50, 56)
 EVENT_AT, EVENT_CAP, ARG_AT, ARG_CAP, OTHER_AT, OTHER_CAP = range(56, 62)
 ARENA_CAP, SCRATCH_AT, STACK_AT, STACK_CAP = range(62, 66)
+# Codes of the last pid and tid, since most events share them with the one before.
+LAST_PID, LAST_TID = 66, 67
 KEYS_AT = 80
 """Fixed: KEY_SLOTS times (hash, length, number), then the kinds by number."""
 
@@ -73,6 +75,7 @@ def new_state(size: Sizes) -> tuple[IntArray, ByteArray]:
     st[places[LANE_SLOT_AT] : places[LANE_SLOT_AT] + 2 * size.lanes] = -1
     st[TEXT_CAP], st[LANE_CAP], st[LAST_LANE] = size.texts, size.lanes, -1
     st[EVENT_CAP], st[ARG_CAP], st[OTHER_CAP] = size.events, size.args, size.events
+    st[LAST_PID], st[LAST_TID] = -1, -1
     st[ARENA_CAP], st[SCRATCH_AT] = size.arena_bytes, size.arena_bytes
     st[STACK_AT], st[STACK_CAP] = size.arena_bytes + size.scratch_bytes, size.max_depth
     return st, np.empty(size.arena_bytes + size.scratch_bytes + size.max_depth, np.uint8)

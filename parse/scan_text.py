@@ -234,6 +234,24 @@ def _plain_escape(kind: int) -> int:
 
 
 @jit
+def plain_digits(buf: ByteArray, i: int) -> tuple[int, int]:
+    """(position after, value) of an integer of at most 18 digits without sign; position `i` where there is none such."""
+    first, value = i, 0
+    while 48 <= buf[i] <= 57:
+        value = value * 10 + I64(buf[i] - np.uint8(48))
+        i += 1
+    if i - first > 18 or (buf[first] == 48 and i > first + 1):
+        return first, 0
+    return i, value
+
+
+@jit
+def ends_value(c: int) -> bool:
+    """Whether a byte may follow a number: comma, brace, bracket or white space."""
+    return c == 44 or c == 125 or c == 93 or c == 32 or c == 10 or c == 13 or c == 9
+
+
+@jit
 def number(buf: ByteArray, i: int, end: int, where: IntArray) -> tuple[int, bool, np.uint64, int, int]:
     """(position after, negative, digits as uint64, power of ten, kind) of the JSON number at `i`.
 

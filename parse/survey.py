@@ -40,6 +40,9 @@ def survey(events: Events, health: Health) -> None:
     if crossing:
         health.unmatched[CROSSINGS] += crossing
     list_unknown(events, health)
+    halves = int(np.isin(events.ph, [ord("B"), ord("E")]).sum())
+    if halves:
+        health.guessed["begin and end records kept as instants"] += halves
     unknown = [cat for cat in events.cats if cat not in cats.KNOWN_CATS]
     if unknown:
         health.guessed[UNKNOWN_CATS] += int(events.in_cats(*unknown).sum())
@@ -64,7 +67,8 @@ def _links(events: Events, launches: IntArray, work: IntArray, calls: IntArray, 
     barren = calls[~np.isin(calls, with_records)]
     if len(barren):
         health.unmatched[NO_KERNEL] += len(barren)
-    _shared_correlations(events, launches[work], barren, health)
+    kernels = np.flatnonzero(events.in_cats(*cats.KERNEL_CATS))
+    _shared_correlations(events, launches[kernels], barren, health)
 
 
 def _shared_correlations(events: Events, launch: IntArray, barren: IntArray, health: Health) -> None:

@@ -38,6 +38,7 @@ def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArr
     meta, flows = _split(table.take_others())
     columns: dict[str, npt.NDArray[Any]] = {name: table.take(name) for name in COLUMNS}
     columns["ts"] = tidy.mark_unknown(columns["ts"], health)
+    base_ns = tidy.base_for(columns["ts"], base_ns, health)
     is_window_end = _window_end(table, columns["ph"], columns["name"])
     columns["dur"] = tidy.clip(columns["ph"], columns["ts"], columns["dur"], is_window_end, health)
     strings, recode = _strings(table, columns["name"], health)
@@ -129,8 +130,18 @@ def _strings(table: RawTable, names: Int32Array, health: Health) -> tuple[tuple[
     return tuple(distinct), recode
 
 
+def _used(count: int, *columns: npt.NDArray[Any]) -> IntArray:
+    """The codes below `count` that stand in any of the columns, ascending; -1 (missing) last where it occurs."""
+    seen = np.zeros(count + 1, np.bool_)
+    for column in columns:
+        seen[column] = True
+    codes = np.flatnonzero(seen)
+    codes[codes == count] = MISSING
+    return codes
+
+
 def _cats(table: RawTable, cats: Int32Array, flow_cats: IntArray) -> tuple[tuple[str, ...], CodeArray]:
-    codes = np.union1d(cats, flow_cats).astype(np.int64)
+    codes = _used(table.text_count, cats, flow_cats)
     texts = [table.text(code).decode("utf-8", "replace") for code in codes.tolist()]
     distinct = sorted(set(texts))
     recode = np.full(table.text_count + 1, MISSING, np.int32)
@@ -141,7 +152,7 @@ def _cats(table: RawTable, cats: Int32Array, flow_cats: IntArray) -> tuple[tuple
 def _lanes(
     table: RawTable, lanes: Int32Array, flow_lanes: IntArray, meta: IntArray
 ) -> tuple[tuple[Lane, ...], CodeArray]:
-    used = np.union1d(lanes, flow_lanes).astype(np.int64)
+    used = _used(table.lanes, lanes, flow_lanes)
     pairs = [table.lane_pair(lane) for lane in range(table.lanes)]
     tokens = [(_id(table.text(pid)), _id(table.text(tid))) for pid, tid in pairs]
     names, processes = _lane_names(table, tokens, meta)

@@ -11,6 +11,8 @@ _FAR_NS = 1_000_000_000_000
 """A trace whose other events start this long (1,000 s) after zero does not have an event at zero."""
 
 _MAX_NS = 4_000_000_000_000_000_000
+_ABSOLUTE_NS = 1_000_000_000_000_000_000
+"""Since September 2001; relative times are below a quarter of a year."""
 _DAY_NS = 86_400_000_000_000
 
 UNKNOWN_TIME = "records without a usable time"
@@ -34,6 +36,15 @@ def mark_unknown(ts: IntArray, health: Health) -> IntArray:
         ts = ts.copy()
         ts[unknown] = TIME_UNKNOWN
     return ts
+
+
+def base_for(ts: IntArray, base_ns: int, health: Health) -> int:
+    """The base to add to `ts`: 0 where the times are absolute already, although the file names a base."""
+    known = ts[ts != TIME_UNKNOWN]
+    if base_ns > _ABSOLUTE_NS and len(known) and int(known.min()) > _ABSOLUTE_NS:
+        health.guessed["files whose times are absolute in spite of a base"] += 1
+        return 0
+    return base_ns
 
 
 def clip(ph: ByteArray, ts: IntArray, dur: IntArray, is_window_end: BoolArray, health: Health) -> IntArray:

@@ -307,3 +307,11 @@ def test_a_selection_keeps_arguments_and_codes() -> None:
     )
 
     assert (["n1", "n3"], [1, 3]) == ([events.name_of(k) for k in range(2)], events.ints("cbid").tolist())
+
+
+def test_a_base_is_not_added_to_times_that_are_absolute_already() -> None:
+    """Some merges keep a header's base although they wrote absolute times."""
+    trace = read({"baseTimeNanoseconds": BASE, "traceEvents": [event("a", 1790857026000000.5)]})
+
+    assert [1790857026000000500] == trace.events.ts_ns.tolist()
+    assert {"files whose times are absolute in spite of a base": 1} == trace.health.guessed

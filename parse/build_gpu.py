@@ -231,36 +231,65 @@ def named_works(events: Events, calls: Calls, kernels: Kernels) -> Int32Array:
 def recorded_waits(
     events: Events, calls: Calls, kernels: Kernels, health: Health
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """What cuda_sync events state, per call: awaited kernel and waiting stream of a stream wait, stream of a sync (-1)."""
+    """What sync records state, per call: awaited kernel and waiting stream of a stream wait, stream of a sync (-1)."""
     src = np.full(len(calls), -1, np.int32)
     waiting, synced = src.copy(), src.copy()
     rows = np.flatnonzero(events.in_cats(*SYNC_CATS))
     if not len(rows):
         return src, waiting, synced
-    about = stream_of_sync(events)
-    dense = {int(s): int(d) for s, d in zip(events.stream[kernels.row], kernels.stream, strict=True)}
-    by_corr = {int(c): i for i, c in enumerate(events.correlation[calls.row]) if c > 0}
-    wait_on, record = events.ints("wait_on_stream"), events.ints("wait_on_cuda_event_record_corr_id")
-    for row in rows.tolist():
-        text = events.text("cuda_sync_kind", row) or events.name_of(row)
-        i = by_corr.get(int(events.correlation[row]), -1)
-        if text == "Stream Wait Event":
-            on, at = int(wait_on[row]), by_corr.get(int(record[row]), -1)
-            if i < 0 or on < 0:
-                health.unmatched[UNRESOLVED] += 1
-                continue
-            waiting[i] = dense.get(int(about[row]), -1)
-            if on in dense and at >= 0:
-                src[i] = _last_before(kernels, dense[on], at)
-            elif on in dense:
-                src[i] = _last_before(kernels, dense[on], i)
-                health.guessed["stream waits without their event record: last work of the awaited stream taken"] += 1
-        elif text == "Stream Sync" and i >= 0:
-            synced[i] = dense.get(int(about[row]), -1)
+    kind, name = events.texts("cuda_sync_kind")[rows], events.name[rows]
+    text = np.where(kind >= 0, kind, name)
+    is_wait, is_sync = (np.isin(text, _codes(events, label)) for label in ("Stream Wait Event", "Stream Sync"))
+    call = _by_correlation(events, calls, events.correlation[rows])
+    about = _dense_streams(events, kernels, stream_of_sync(events)[rows])
+    sync = np.flatnonzero(is_sync & (call >= 0))
+    synced[call[sync]] = about[sync]
+    wait_on = events.ints("wait_on_stream")[rows]
+    known = is_wait & (call >= 0) & (wait_on >= 0)
+    if (is_wait & ~known).any():
+        health.unmatched[UNRESOLVED] += int((is_wait & ~known).sum())
+    wait = np.flatnonzero(known)
+    waiting[call[wait]] = about[wait]
+    record = _by_correlation(events, calls, events.ints("wait_on_cuda_event_record_corr_id")[rows][wait])
+    on = _dense_streams(events, kernels, wait_on[wait])
+    loose = (record < 0) & (on >= 0)
+    if loose.any():
+        health.guessed["stream waits without their event record: last work of the awaited stream taken"] += int(
+            loose.sum()
+        )
+    src[call[wait]] = _last_before(kernels, len(calls), on, np.where(record >= 0, record, call[wait]))
     return src, waiting, synced
 
 
-def _last_before(kernels: Kernels, stream: int, call: int) -> int:
-    """The last kernel of a stream launched before the call with that index, -1 without."""
-    mine = np.flatnonzero((kernels.stream == stream) & (kernels.call >= 0) & (kernels.call < call))
-    return int(mine[-1]) if len(mine) else -1
+def _codes(events: Events, label: str) -> list[int]:
+    return [code for code, text in enumerate(events.strings) if text == label]
+
+
+def _by_correlation(events: Events, calls: Calls, wanted: IntArray) -> Int32Array:
+    """Index into `calls` of the call with each correlation id, -1 without."""
+    ids = events.correlation[calls.row]
+    order = np.argsort(ids, kind="stable")
+    at = np.minimum(np.searchsorted(ids[order], wanted), max(len(ids) - 1, 0))
+    if not len(ids):
+        return np.full(len(wanted), -1, np.int32)
+    return np.where((wanted > 0) & (ids[order][at] == wanted), order[at], -1).astype(np.int32)
+
+
+def _dense_streams(events: Events, kernels: Kernels, streams: IntArray) -> Int32Array:
+    """The dense number of each stream, -1 where it has no work in the trace."""
+    ids, first = np.unique(events.stream[kernels.row], return_index=True)
+    if not len(ids):
+        return np.full(len(streams), -1, np.int32)
+    at = np.minimum(np.searchsorted(ids, streams), len(ids) - 1)
+    return np.where(ids[at] == streams, kernels.stream[first][at], -1).astype(np.int32)
+
+
+def _last_before(kernels: Kernels, calls: int, stream: Int32Array, call: Int32Array) -> Int32Array:
+    """The last kernel of each stream launched before each call (index into the calls), -1 without."""
+    launched = np.flatnonzero(kernels.call >= 0)
+    key = kernels.stream[launched].astype(np.int64) * (calls + 1) + kernels.call[launched]
+    order = np.argsort(key, kind="stable")
+    at = np.searchsorted(key[order], stream.astype(np.int64) * (calls + 1) + call) - 1
+    found = launched[order[np.maximum(at, 0)]] if len(launched) else np.full(len(at), -1)
+    fits = (at >= 0) & (stream >= 0) & (kernels.stream[np.maximum(found, 0)] == stream if len(launched) else False)
+    return np.where(fits, found, -1).astype(np.int32)

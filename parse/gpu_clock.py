@@ -41,5 +41,8 @@ def device_shift(launch_ns: IntArray, latency_ns: IntArray, at_ns: IntArray) -> 
     order = np.lexsort((latency_ns, launch_ns))
     t, y = launch_ns[order], latency_ns[order]
     hull = _lower_hull(t, y)
-    below = np.interp(at_ns.astype(np.float64), t[hull].astype(np.float64), y[hull].astype(np.float64))
+    base = t[0]
+    below = np.interp(
+        (at_ns - base).astype(np.float64), (t[hull] - base).astype(np.float64), y[hull].astype(np.float64)
+    )
     return np.asarray(np.maximum(TARGET_NS - below, 0).astype(np.int64))

@@ -50,10 +50,15 @@ def breakdown(timeline: Timeline, window: tuple[int, int] | None = None) -> list
     if not len(graph):
         return []
     start, end = window or (timeline.origin_ns, int(timeline.end_ns.max()))
-    comm_start, axis = _communication(timeline)
+    comm_start = _arrivals(timeline)
     ranks = np.unique(graph.rank[graph.lane >= 0]).tolist()
-    axes = sorted({graph.axis_of(int(node)) for node in np.flatnonzero(graph.nodes(NodeKind.TRANSFER))})
-    return [_of_rank(timeline, rank, start, end, comm_start, axis, axes) for rank in ranks]
+    used = np.unique(graph.instance[graph.nodes(NodeKind.TRANSFER)]).tolist()
+    named = {instance: _axis(graph, instance) for instance in used}
+    axes = sorted(set(named.values()))
+    table = np.zeros(len(graph.collectives) + 1, np.int32)
+    for instance, axis in named.items():
+        table[instance] = axes.index(axis)
+    return [_of_rank(timeline, rank, start, end, comm_start, table[graph.instance], axes) for rank in ranks]
 
 
 def to_frame(parts: list[RankBreakdown]) -> pd.DataFrame:
@@ -62,15 +67,20 @@ def to_frame(parts: list[RankBreakdown]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _communication(timeline: Timeline) -> tuple[IntArray, list[str]]:
-    """For each TRANSFER node when its rank arrived (int64[n], start of the node for others), and axis by group."""
+def _axis(graph: Graph, instance: int) -> str:
+    group = graph.collectives[instance].group if instance >= 0 else -1
+    return graph.groups[group].axis if group >= 0 else ""
+
+
+def _arrivals(timeline: Timeline) -> IntArray:
+    """For each TRANSFER node when its rank arrived; the start of the node for others (int64[n])."""
     graph = timeline.graph
     start = timeline.start_ns.copy()
     dst = graph.edge_dst
     own = (graph.kind[graph.pred] == NodeKind.ARRIVE) & (graph.kind[dst] == NodeKind.TRANSFER)
     own &= graph.edge_kind == EdgeKind.STREAM
     start[dst[own]] = timeline.end_ns[graph.pred[own]]
-    return start, [group.axis for group in graph.groups]
+    return start
 
 
 def _classes(graph: Graph, has_device: bool) -> tuple[npt.NDArray[np.int8], BoolArray]:
@@ -86,7 +96,7 @@ def _classes(graph: Graph, has_device: bool) -> tuple[npt.NDArray[np.int8], Bool
 
 
 def _of_rank(
-    timeline: Timeline, rank: int, low: int, high: int, comm_start: IntArray, axis_of: list[str], axes: list[str]
+    timeline: Timeline, rank: int, low: int, high: int, comm_start: IntArray, axis_of: Int32Array, axes: list[str]
 ) -> RankBreakdown:
     graph = timeline.graph
     mine = graph.rank == rank
@@ -95,8 +105,7 @@ def _of_rank(
     nodes = np.flatnonzero(mine & counted)
     start = np.where(kind[nodes] == 1, comm_start[nodes], timeline.start_ns[nodes])
     end = timeline.end_ns[nodes]
-    group = np.array([axes.index(graph.axis_of(int(n))) if kind[n] == 1 else 0 for n in nodes], np.int32)
-    column = np.where(kind[nodes] == 1, 5 + group, kind[nodes])
+    column = np.where(kind[nodes] == 1, 5 + axis_of[nodes], kind[nodes])
     time, active = _active(np.clip(start, low, high), np.clip(end, low, high), column, 5 + len(axes), low, high)
     work, memory, stall, host = active[0], active[2], active[3], active[4]
     comm = active[5:].any(axis=0) if len(axes) else np.zeros(len(time), np.bool_)

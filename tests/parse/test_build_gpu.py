@@ -217,3 +217,31 @@ def test_launch_into_a_full_queue_waits_for_the_device(tmp_path: Path) -> None:
     ]
 
     assert [f"k{room % 3}"] == awaited
+
+
+def _stream_wait(stream: int, corr: int, on: int, record: int) -> Event:
+    """A recorded Stream Wait Event, as CUPTI writes it."""
+    kind = {"cuda_sync_kind": "Stream Wait Event", "wait_on_stream": on, "wait_on_cuda_event_record_corr_id": record}
+    return {**kernel("Stream Wait Event", 24, 1, corr, stream, cat="cuda_sync", **kind)}
+
+
+def test_recorded_wait_without_its_event_takes_the_last_work_of_its_stream(tmp_path: Path) -> None:
+    """The awaited stream is known, the event record is not: counted as a guess, and the other stream is left alone."""
+    events = [*_launch("a", 0, 6, 100, 1, 20), *_launch("b", 10, 16, 50, 2, 28), call("cudaStreamWaitEvent", 20, 1, 3)]
+    built = built_of(tmp_path, [*events, _stream_wait(24, 3, 20, -1), *_launch("c", 30, 107, 5, 4, 24)])
+
+    assert ("a", "c") in edges(built)
+    assert ("b", "c") not in edges(built)
+    assert 1 == sum(n for what, n in built.health.guessed.items() if "without their event record" in what)
+
+
+def test_unresolved_wait_is_counted_and_inferred(tmp_path: Path) -> None:
+    """wait_on_stream -1 (CUDA 12.9 and later) is no dependency on stream -1: the rules infer it, and it is counted."""
+    events = [*_launch("a", 0, 6, 100, 1, 20), call("cudaStreamWaitEvent", 20, 1, 3)]
+    built = built_of(tmp_path, [*events, _stream_wait(24, 3, -1, -1), *_launch("c", 30, 107, 5, 4, 24)])
+
+    assert ("a", "c") in edges(built)
+    assert (
+        1
+        == built.health.unmatched["recorded stream waits whose event is not in the trace (the graph is a lower bound)"]
+    )

@@ -12,7 +12,7 @@ from scaletrace.cli.common import document, exit_codes, out, print_json
 from scaletrace.errors import UsageError
 
 if TYPE_CHECKING:
-    from scaletrace.extrapolate.described.expand import Described, Item
+    from scaletrace.extrapolate.described.planned import Described, Item
     from scaletrace.traces.synth import Instruction, SynthJob
 
 _CALIBRATED = 1e-4
@@ -69,8 +69,8 @@ def synth(
 def _described(model: str, layout: str, cluster: str, flash: bool) -> Described:
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.described.constants import costs_on, device_of
-    from scaletrace.extrapolate.described.expand import Described
     from scaletrace.extrapolate.described.models import load_model
+    from scaletrace.extrapolate.described.planned import Described
     from scaletrace.extrapolate.layout import Layout
 
     device = device_of(Cluster.load(cluster))
@@ -152,7 +152,7 @@ def _job(described: Described, items: Mapping[int, Sequence[Item]], steps: int, 
 
 def _program(items: Sequence[Item], scale: float, group_of: Mapping[str, str]) -> tuple[Instruction, ...]:
     """Planned items as instructions of the synthesizer; only compute takes the calibrated factor."""
-    from scaletrace.extrapolate.described.expand import PlannedCollective, PlannedKernel, PlannedRange
+    from scaletrace.extrapolate.described.planned import PlannedCollective, PlannedKernel, PlannedRange
     from scaletrace.traces.synth import Annotation, Collective, Kernel, Sync, Wait
 
     def convert(item: Item) -> Instruction:

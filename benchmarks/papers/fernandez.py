@@ -215,6 +215,66 @@ def claims(model: Model, on: Device) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
+_PAGE = """# Fernandez et al.: hardware scaling and its diminishing returns
+
+What this project says of the questions of arXiv 2411.13055, beside what is publicly known of its answers.
+Written by `python -P benchmarks/papers/fernandez.py` ({made}).
+
+Only the abstract, reviews and summaries of the paper were at hand, so each claim stands at the strength of its source.
+MFU counts attention (6 N + 12 L h s FLOP a token). Constants are those of `extrapolate/described/constants.py`;
+the one number calibrated here is the base MFU at 128 GPUs, which the paper does not print for that size.
+
+## Headline claims
+
+{claims}
+
+## Weak scaling, Llama-2 7B, FSDP on H100, two sequences of 4,096 a GPU
+
+Throughput a GPU against 128 GPUs.
+
+{weak}
+
+![weak scaling](fernandez-weak.svg)
+
+The loss follows from ring latency, which is linear in ranks: at 2,048 each gather takes about 10.8 ms, 9.7 ms of it latency.
+Below about 512 GPUs gathers hide but slow the kernels beside them; above, they no longer hide.
+
+## Tensor and pipeline parallelism against plain FSDP (base MFU {mfu})
+
+{degrees}
+
+![tensor parallelism](fernandez-degrees.svg)
+
+TP16 spans two nodes, so that every layer's messages cross the network.
+
+## Strong scaling, fixed global batch of sequences: MFU
+
+{strong}
+
+## Model sizes (each calibrated to {mfu} at 128)
+
+{sizes}
+
+## Devices, modelled MFU of Llama-2 7B (no calibration)
+
+{devices}
+
+The order is that of compute against network: the slower device hides its messages better.
+V100 has no fitted overlap constant; A100's stands in.
+
+## Context length (modelled, the same tokens a GPU)
+
+{contexts}
+
+## Power and tokens a joule (base MFU {mfu})
+
+{power}
+
+The shares of the power model are fitted to the paper's own pair (see `extrapolate/energy.py`), so the fall from 128 to 2,048
+is no prediction; that tokens a joule fall nearly as fast as tokens a second is what follows.
+"""
+
+
 def page() -> dict[str, str]:
     """File name → text of the page and its plots."""
     model, on = load_model("llama2-7b"), device("h100")
@@ -226,64 +286,18 @@ def page() -> dict[str, str]:
     ]
     power_text, _ = _power_table(model, on, PUBLISHED_MFU)
     made = ", ".join(f"{key} {value}" for key, value in environment().items())
-    text = f"""# Fernandez et al.: hardware scaling and its diminishing returns
-
-What this project says of the questions of arXiv 2411.13055, beside what is publicly known of its answers.
-Written by `python -P benchmarks/papers/fernandez.py` ({made}).
-
-Only the abstract, reviews and summaries of the paper were at hand, so each claim stands at the strength of its source.
-MFU counts attention (6 N + 12 L h s FLOP a token). Constants are those of `extrapolate/described/constants.py`;
-the one number calibrated here is the base MFU at 128 GPUs, which the paper does not print for that size.
-
-## Headline claims
-
-{table(["claim", "source", "this project"], claims(model, on))}
-
-## Weak scaling, Llama-2 7B, FSDP on H100, two sequences of 4,096 a GPU
-
-Throughput a GPU against 128 GPUs.
-
-{weak_text}
-
-![weak scaling](fernandez-weak.svg)
-
-The loss follows from ring latency, which is linear in ranks: at 2,048 each gather takes about 10.8 ms, 9.7 ms of it latency.
-Below about 512 GPUs gathers hide but slow the kernels beside them; above, they no longer hide.
-
-## Tensor and pipeline parallelism against plain FSDP (base MFU {PUBLISHED_MFU:.2%})
-
-{degree_text}
-
-![tensor parallelism](fernandez-degrees.svg)
-
-TP16 spans two nodes, so that every layer's messages cross the network.
-
-## Strong scaling, fixed global batch of sequences: MFU
-
-{table(["GPUs", "batch 32", "batch 256", "batch 1,024"], strong_rows)}
-
-## Model sizes (each calibrated to {PUBLISHED_MFU:.2%} at 128)
-
-{_size_table(on)}
-
-## Devices, modelled MFU of Llama-2 7B (no calibration)
-
-{_device_table(model)}
-
-The order is that of compute against network: the slower device hides its messages better.
-V100 has no fitted overlap constant; A100's stands in.
-
-## Context length (modelled, the same tokens a GPU)
-
-{_context_table(model, on)}
-
-## Power and tokens a joule (base MFU {PUBLISHED_MFU:.2%})
-
-{power_text}
-
-The shares of the power model are fitted to the paper's own pair (see `extrapolate/energy.py`), so the fall from 128 to 2,048
-is no prediction; that tokens a joule fall nearly as fast as tokens a second is what follows.
-"""
+    text = _PAGE.format(
+        made=made,
+        mfu=f"{PUBLISHED_MFU:.2%}",
+        claims=table(["claim", "source", "this project"], claims(model, on)),
+        weak=weak_text,
+        degrees=degree_text,
+        strong=table(["GPUs", "batch 32", "batch 256", "batch 1,024"], strong_rows),
+        sizes=_size_table(on),
+        devices=_device_table(model),
+        contexts=_context_table(model, on),
+        power=power_text,
+    )
     return {"fernandez.md": text, "fernandez-weak.svg": weak_plot, "fernandez-degrees.svg": degree_plot}
 
 

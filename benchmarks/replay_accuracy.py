@@ -16,7 +16,7 @@ if not __package__:  # run as a script
 
 from benchmarks.common import table, write_result
 from scaletrace.parse.build import Built, build
-from scaletrace.parse.graph import EdgeKind, NodeKind
+from scaletrace.parse.graph import NO_RELEASE, EdgeKind, Graph, NodeKind
 from scaletrace.parse.load import load
 from scaletrace.replay.accuracy import AcrossSteps, StepError, across_steps, step_errors, without_stalls
 from scaletrace.replay.engine import replay
@@ -65,6 +65,12 @@ def _starts(built: Built, strict: bool) -> str:
     return " / ".join(f"{v:.0f}" for v in np.percentile(late, [50, 95, 100])) if len(late) else "-"
 
 
+def _given(graph: Graph) -> float:
+    """Share of the device nodes whose start is an input: work that was launched before the window."""
+    device = graph.nodes(NodeKind.KERNEL, NodeKind.COPY, NodeKind.ARRIVE, NodeKind.STALL)
+    return float((graph.release_ns[device] != NO_RELEASE).mean())
+
+
 def _identity(jobs: dict[str, Built]) -> str:
     rows = []
     for name, built in jobs.items():
@@ -84,6 +90,7 @@ def _identity(jobs: dict[str, Built]) -> str:
                 f"{100 * quality.worst_stall_fraction:.2f}",
                 f"{100 * worst[0]:.1f} ({worst[1]})",
                 sum(n for what, n in built.health.guessed.items() if "first candidate" in what),
+                f"{100 * _given(graph):.2f}",
             )
         )
     columns = (
@@ -94,7 +101,13 @@ def _identity(jobs: dict[str, Built]) -> str:
         "with stalls %",
         "strict start error p50/p95/max µs",
     )
-    columns += ("starts within 5 / 20 µs %", "worst rank's stall %", "worst contradicted %", "second choices")
+    columns += (
+        "starts within 5 / 20 µs %",
+        "worst rank's stall %",
+        "worst contradicted %",
+        "second choices",
+        "given starts %",
+    )
     return table(columns, rows)
 
 

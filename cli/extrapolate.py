@@ -32,6 +32,9 @@ def extrapolate(
         float | None, typer.Option(help="How much slower compute runs beside a collective (0.2); default: measured.")
     ] = None,
     nics: Annotated[int | None, typer.Option(help="NICs of a node that one group drives at most.")] = None,
+    bucket_mb: Annotated[
+        float | None, typer.Option(help="DDP gradient buckets of this many MiB; default: measured.")
+    ] = None,
     nccl_tests: Annotated[
         list[str] | None, typer.Option(help="Output of nccl-tests as further evidence, as RANKS:FILE; may be repeated.")
     ] = None,
@@ -74,6 +77,7 @@ def extrapolate(
             noise=_noise(noise) if noise else None,
             overlap_slowdown=overlap_slowdown,
             nics=nics,
+            bucket_bytes=round(bucket_mb * 2**20) if bucket_mb is not None else None,
             tokens_per_step_per_gpu=tokens,
             flop_per_step_per_gpu=flop,
             knee_share=knee,

@@ -16,12 +16,13 @@ from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.columns import BOTH, NONE
 from scaletrace.extrapolate.compute import compute_nodes
-from scaletrace.extrapolate.costs import Calibration
+from scaletrace.extrapolate.costs import Calibration, collective_seconds
 from scaletrace.extrapolate.flops import step_flop
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of, measured_layout
 from scaletrace.extrapolate.noise import measure_noise
 from scaletrace.extrapolate.overlap import Slowdown
+from scaletrace.extrapolate.rewrite.buckets import rebucket
 from scaletrace.extrapolate.rewrite.data import Shape
 from scaletrace.extrapolate.rewrite.replicas import replicate
 from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks
@@ -32,12 +33,13 @@ from scaletrace.extrapolate.transfers import (
     instance_of_hubs,
     serialised,
     unshared_ns,
+    whole_bytes,
     with_groups,
     with_sizes,
 )
 from scaletrace.parse.build import Built, build
 from scaletrace.parse.events import BoolArray, IntArray
-from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.graph import Graph, GraphCollective, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
 from scaletrace.replay.engine import replay
@@ -67,6 +69,7 @@ class Base:
     folded, chosen       the representative ranks for stragglers, and which nodes they are
     optimizer            which nodes work on parameters after the backward pass
     jitter_s             spread of step times, drawn to a prior where few steps were seen
+    rebuilt              what was changed before any stretching, so that even the measured size is modelled
     tokens_per_step, flop_per_step  of one rank, None where neither the trace nor its manifest tells
     """
 
@@ -87,6 +90,7 @@ class Base:
     jitter_s: float
     tokens_per_step: float | None = None
     flop_per_step: float | None = None
+    rebuilt: str = ""
     units: Sequence[Sequence[Shape]] = ()
     health: Health = field(default_factory=Health)
 
@@ -114,10 +118,12 @@ def prepare(
     slowdown: float | None = None,
     units: Sequence[Sequence[Shape]] = (),
     replicas: bool = False,
+    bucket_bytes: int | None = None,
 ) -> Base:
     """Everything that all points of a curve share; see curve.extrapolate for the options.
 
-    replicas: an FSDP job is to be stretched as HSDP, so that its gradients need an all-reduce over replicas.
+    replicas      an FSDP job is to be stretched as HSDP, so its gradients need an all-reduce over replicas
+    bucket_bytes  gradient buckets of another size than the measured ones
     """
     built = source if isinstance(source, Built) else build(source)
     if not len(built.graph):
@@ -142,6 +148,9 @@ def prepare(
     optimizer = dissect(built).phase == Phase.OPTIMIZER
     if replicas and layout.fsdp > 1 and layout.dp == 1 and not _has_replicas(graph):
         graph, optimizer = _with_replicas(graph, optimizer, health)
+    if bucket_bytes is not None:
+        graph, optimizer = _with_buckets(graph, optimizer, bucket_bytes, cluster, calibration, health)
+    if len(graph) != len(timeline.start_ns):
         timeline = replay(graph)
         alone = unshared_ns(graph, timeline.start_ns, timeline.end_ns) if shared_link else graph.dur_ns
     _warn_data_axis(graph, health)
@@ -169,6 +178,7 @@ def prepare(
         jitter_s=_jitter_s(graph, timeline),
         tokens_per_step=_model(built.job, "tokens_per_step"),
         flop_per_step=_model(built.job, "flops_per_step") or step_flop(built.job),
+        rebuilt="bucket size" if bucket_bytes is not None else "",
         units=units,
         health=health,
     )
@@ -187,6 +197,29 @@ def _with_replicas(graph: Graph, optimizer: BoolArray, health: Health) -> tuple[
     marks = np.zeros(len(out), np.bool_)
     marks[np.flatnonzero(~np.isin(out.instance, np.arange(len(graph.collectives), len(out.collectives))))] = optimizer
     return out, marks
+
+
+def _with_buckets(
+    graph: Graph, optimizer: BoolArray, size_bytes: int, cluster: Cluster, calibration: Calibration, health: Health
+) -> tuple[Graph, BoolArray]:
+    """The graph with other gradient buckets, and the optimizer's nodes in it."""
+
+    def cost_ns(item: GraphCollective) -> float:
+        group = graph.groups[item.group]
+        size = max(1, whole_bytes(item, group.size))
+        cost = collective_seconds(
+            item.kind, size, group.size, cluster, stride=max(1, group.stride), calibration=calibration
+        )
+        return cost.seconds * 1e9
+
+    marked = replace(graph, layer=np.arange(len(graph), dtype=np.int32))
+    out = rebucket(marked, size_bytes, cost_ns, health)
+    if out is marked:
+        return graph, optimizer
+    health.guessed["gradient buckets merged or split"] += len(set(out.instance.tolist()) - set(graph.instance.tolist()))
+    origin = out.layer
+    layer = graph.layer[origin] if len(graph.layer) else graph.layer
+    return replace(out, layer=layer), optimizer[origin]
 
 
 def _jitter_s(graph: Graph, timeline: Timeline) -> float:

@@ -106,6 +106,7 @@ def extrapolate(
     overlap_slowdown: float | None = None,
     nics: int | None = None,
     units: Sequence[Sequence[Shape]] = (),
+    bucket_bytes: int | None = None,
     tokens_per_step_per_gpu: float | None = None,
     flop_per_step_per_gpu: float | None = None,
     knee_share: float = KNEE_SHARE,
@@ -119,6 +120,7 @@ def extrapolate(
     overlap_slowdown  overrides what the trace tells of compute beside collectives (0.2 = 20 % slower)
     nics              how many of a node's NICs one group drives at most
     units             parameter shapes of each FSDP unit, for exact padding
+    bucket_bytes      gradient buckets of DDP of at most this size, instead of the measured ones
     Raises UsageError for sizes or layouts that don't fit, InputError where the trace holds nothing to build on.
     """
     if not sizes or any(size < 1 for size in sizes):
@@ -131,6 +133,7 @@ def extrapolate(
         slowdown=overlap_slowdown,
         units=units,
         replicas=layout is not None and layout.fsdp > 1,
+        bucket_bytes=bucket_bytes,
     )
     options = Options(layout, weak, nics, tokens_per_step_per_gpu, flop_per_step_per_gpu)
     points = tuple(evaluate(base, size, options) for size in sorted(set(sizes)))

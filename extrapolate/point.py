@@ -220,6 +220,8 @@ def _provenance(base: Base, change: Scaled, gpus: int) -> dict[str, str]:
     out = {"compute": "measured", "communication": _WORDS[worst]}
     if worst in _IN:
         out["communication_beyond"] = _IN[worst]
+    elif worst is Provenance.MEASURED and base.rebuilt:
+        out |= {"communication": "extrapolated", "communication_beyond": base.rebuilt}
     if not measured:
         out["stragglers"] = "prior" if base.noise.source.startswith("prior") else "extrapolated"
         if base.share.any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletrace.errors import UsageError
@@ -95,6 +95,7 @@ def test_one_rank_costs_nothing_and_an_unknown_kind_is_refused() -> None:
         collective_seconds("custom", MIB, 8, H100)
 
 
+@settings(deadline=None)
 @given(
     kind=st.sampled_from(sorted(FAMILY)),
     size=st.integers(1, 1 << 36),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletrace.errors import UsageError
@@ -106,6 +106,7 @@ def test_the_identity_rewrite_is_the_same_graph() -> None:
 degrees = st.sampled_from([(dp, fsdp) for dp in (1, 2, 3, 8) for fsdp in (1, 2, 4, 6)])
 
 
+@settings(deadline=None)
 @given(old=degrees, grow=st.tuples(st.integers(1, 64), st.integers(1, 64)), known=st.booleans())
 def test_there_and_back_gives_the_same_bytes_groups_and_edges(
     old: tuple[int, int], grow: tuple[int, int], known: bool
@@ -122,6 +123,7 @@ def test_there_and_back_gives_the_same_bytes_groups_and_edges(
     assert np.array_equal(graph.pred, back.pred) and np.array_equal(graph.dur_ns, back.dur_ns)
 
 
+@settings(deadline=None)
 @given(old=degrees, grow=st.tuples(st.integers(1, 64), st.integers(1, 64)))
 def test_collectives_are_conserved(old: tuple[int, int], grow: tuple[int, int]) -> None:
     """As many collectives of each kind, every one in a group of the new size, bytes in and out in proportion."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.validation.result import Gate, Result, worst
@@ -29,7 +30,7 @@ def results(tables: Path) -> list[Result]:
     scored, parts = [], []
     for row, breakdown in held:
         base = fit[_shape(row.config)]
-        prediction = calibrate(lambda rows, to=row.config: scale_out(rows[0], to), [base])
+        prediction = calibrate(partial(_scaled, row.config), [base])
         scored.append(row.scored(_label(row.config), sum(prediction), base.measured))
         parts.append((_label(row.config), prediction, breakdown))
     beyond = _pipelines(fit, further)
@@ -84,6 +85,10 @@ def _split(
         else:
             further.append(HeldOutRow(config, seconds))
     return fit, held, further
+
+
+def _scaled(to: Config, rows: Sequence[FitRow]) -> tuple[float, float, float, float]:
+    return scale_out(rows[0], to)
 
 
 def scale_out(base: FitRow, to: Config) -> tuple[float, float, float, float]:

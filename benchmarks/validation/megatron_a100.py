@@ -114,7 +114,8 @@ def fit_costs(rows: Sequence[FitRow], rounds: int = 300) -> KernelCosts:
     korthikanti = [row for row in rows if row.config.text("params_B")]
 
     def costs(point: FloatArray) -> KernelCosts:
-        return KernelCosts(*(float(value) for value in np.exp(point)))
+        gemm, score, hidden, logit, launch, host, host_tp = (float(value) for value in np.exp(point))
+        return KernelCosts(gemm, score, hidden, logit, launch, host, host_tp)
 
     def error(rows: Sequence[FitRow], point: FloatArray) -> float:
         steps = [job_of(row.config, costs(point)).step_s(1.0) for row in rows]

@@ -108,9 +108,9 @@ def split(table: Table, accelerator: str, smallest: int) -> tuple[list[FitRow], 
 def _result(source: str, title: str, table: Table, accelerator: str, on: Device, smallest: int) -> Result:
     fit, held, left_out = split(table, accelerator, smallest)
     base: dict[str, FitRow] = {}
-    for row in fit:
-        name = row.config.text("model")
-        base[name] = min(row, base.get(name, row), key=lambda known: known.config.whole("gpus"))
+    for known in fit:
+        name = known.config.text("model")
+        base[name] = min(known, base.get(name, known), key=lambda one: one.config.whole("gpus"))
     per_token = {name: calibrate(lambda rows: unit_per_token(rows, on), [row]) for name, row in base.items()}
     scored = []
     for row in held:

@@ -8,7 +8,7 @@ Bounds that contradict each other even with drift are refused: those ranks stay 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +26,9 @@ MAX_DRIFT_PPM = 200.0
 """Quartz of servers stays within 100 ppm, so two differ by 200 at most."""
 _SLACK_NS = 2_000.0
 """Traces before torch 2.4 hold whole microseconds, so two times can be off by one each."""
-_ROUNDS = 12
+_ROUNDS = 6
+_EXACT_NS = 1_000.0
+_FEWEST_FOR_SLOPE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +93,26 @@ def bounds(found: Instances, n: int) -> FloatArray:
     The offsets obey o_j - o_i <= D[i, j].
     """
     out = np.full((n, n), np.inf)
-    order = np.lexsort((found.rank, found.instance))
-    instance = found.instance[order]
-    first = np.flatnonzero(np.r_[True, instance[1:] != instance[:-1]]) if len(order) else np.zeros(0, np.int64)
+    for ids, rows in _blocks(found.rank, found.instance):
+        start, end = found.start_ns[rows], found.end_ns[rows]
+        for i in range(len(ids)):
+            tight = (end - start[:, i : i + 1]).min(axis=0)
+            out[ids[i], ids] = np.minimum(out[ids[i], ids], tight)
+    np.fill_diagonal(out, 0.0)
+    return out
+
+
+def _blocks(rank: IntArray, instance: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
+    """(ranks of a team ascending, rows int[instances, ranks]) for every set of ranks that meets in several-member instances."""
+    order = np.lexsort((rank, instance))
+    code = instance[order]
+    first = np.flatnonzero(np.r_[True, code[1:] != code[:-1]]) if len(order) else np.zeros(0, np.int64)
     size = np.diff(np.r_[first, len(order)])
     for members in np.unique(size[size > 1]).tolist():
         block = order[first[size == members][:, None] + np.arange(members)]
-        teams, team = np.unique(found.rank[block], axis=0, return_inverse=True)
+        teams, team = np.unique(rank[block], axis=0, return_inverse=True)
         for k, ids in enumerate(teams):
-            rows = block[team.reshape(-1) == k]
-            start, end = found.start_ns[rows], found.end_ns[rows]
-            for i in range(members):
-                tight = (end - start[:, i : i + 1]).min(axis=0)
-                out[ids[i], ids] = np.minimum(out[ids[i], ids], tight)
-    np.fill_diagonal(out, 0.0)
-    return out
+            yield ids, block[team.reshape(-1) == k]
 
 
 def shortest(distances: FloatArray) -> FloatArray:
@@ -133,8 +140,8 @@ def align(
     """
     n = len(ranks)
     origin = (int(found.start_ns.min()) + int(found.end_ns.max())) // 2 if len(found.start_ns) else 0
-    ends = _Ends.of(found, n, origin)
-    fit = _slopes(ends, n, _level(ends, n, _middle(shortest(bounds(found, n)))))
+    teams = _teams(found, origin)
+    fit = _slopes(teams, n)
     drift, closed = _close(found, n, origin, fit, measured)
     refused: list[int] = []
     kept = np.arange(n)
@@ -151,9 +158,7 @@ def align(
         closed = shortest(whole[np.ix_(kept, kept)])
     seen_ns = int(found.end_ns.max() - found.start_ns.min()) if len(found.start_ns) else 0
     half = max(window_ns - seen_ns / 2, seen_ns / 2, 0.0)
-    offset = np.full(n, np.nan)
-    if found.tight.any():
-        offset = _level(ends.without(drift), n, _middle(closed) if len(kept) == n else np.zeros(n))
+    offset = _level(teams, n, drift) if found.tight.any() else np.full(n, np.nan)
     clocks = _clocks(half, kept, closed, ranks, hosts, fit, offset, drift, origin)
     for i in refused:
         clocks[ranks[i]] = _unaligned(origin)
@@ -200,93 +205,105 @@ def _close(
     return (tried, other) if np.diag(other).min() > np.diag(closed).min() else (drift, closed)
 
 
-def _middle(closed: FloatArray) -> FloatArray:
-    """Middle of each offset's interval relative to the first rank of its component, 0 where there is none."""
-    out = np.zeros(len(closed))
-    linked = np.isfinite(closed) & np.isfinite(closed.T)
-    for i in range(len(closed)):
-        base = int(np.argmax(linked[i]))
-        if base != i:
-            out[i] = (closed[base, i] - closed[i, base]) / 2
-    return out
-
-
 @dataclass(frozen=True, slots=True)
-class _Ends:
-    """Ends of members relative to the origin, with rank index and instance 0 … k-1; only instances of several members.
+class _Team:
+    """The instances that exactly these rank indices took part in: ends relative to the origin, float[instances, ranks]."""
 
-    Kernels' ends only where there are any, since gloo spans end milliseconds apart.
-    """
-
-    rank: IntArray
-    instance: IntArray
+    ids: IntArray
     end: FloatArray
 
-    @staticmethod
-    def of(found: Instances, n: int, origin: int) -> _Ends:
-        use = found.tight if found.tight.any() else np.ones(len(found.rank), np.bool_)
-        _, code = np.unique(found.instance[use], return_inverse=True)
-        code = code.reshape(-1)
-        several = np.bincount(code)[code] > 1 if len(code) else np.zeros(0, np.bool_)
-        _, again = np.unique(code[several], return_inverse=True)
-        end = (found.end_ns[use] - origin).astype(np.float64)
-        return _Ends(found.rank[use][several], again.reshape(-1), end[several])
 
-    def without(self, drift: FloatArray) -> _Ends:
-        return _Ends(self.rank, self.instance, self.end - drift[self.rank] * self.end)
+def _teams(found: Instances, origin: int) -> list[_Team]:
+    """Ends by team; of kernels only where there are any, since gloo spans end milliseconds apart."""
+    use = found.tight if found.tight.any() else np.ones(len(found.rank), np.bool_)
+    rows = np.flatnonzero(use)
+    return [
+        _Team(ids, (found.end_ns[rows[block]] - origin).astype(np.float64))
+        for ids, block in _blocks(found.rank[rows], found.instance[rows])
+    ]
 
 
-def _level(ends: _Ends, n: int, start: FloatArray) -> FloatArray:
-    """Offset of each rank index at which the ends of each instance meet; nan for ranks without any.
+def _level(teams: Sequence[_Team], n: int, drift: FloatArray) -> FloatArray:
+    """Offset of each rank index at which the ends of all instances meet best; nan for ranks without any.
 
-    Begins at `start` and alternates between the common end of each instance and the offset of each rank.
+    Each team yields the offsets between its own members; least squares over the teams ties them together, so that a
+    few collectives of all ranks count beside thousands of small groups.
     """
-    offset = start.copy()
-    own = [np.flatnonzero(ends.rank == r) for r in range(n)]
-    seen = np.array([len(rows) > 0 for rows in own], np.bool_)
+    parts = []
+    for team in teams:
+        end = team.end - drift[team.ids] * team.end
+        offset, jitter = _meet(end)
+        parts.append((team.ids, offset, np.full(len(offset), len(end) / (jitter**2 + _EXACT_NS**2))))
+    return _tie(parts, n)[0]
+
+
+def _meet(end: FloatArray) -> tuple[FloatArray, float]:
+    """(offsets of the columns at which the rows meet, spread that is left).
+
+    The common end of a row is the mean of its members, the offset of a column the median of its gaps to it.
+    """
+    offset = np.median(end - end[:, :1], axis=0)
+    for _ in range(_ROUNDS):
+        common = np.mean(end - offset, axis=1)
+        offset = np.median(end - common[:, None], axis=0)
+    rest = end - offset - np.median(end - offset, axis=1)[:, None]
+    return offset, 1.4826 * float(np.median(np.abs(rest)))
+
+
+def _tie(parts: Sequence[tuple[IntArray, FloatArray, FloatArray]], n: int) -> tuple[FloatArray, FloatArray]:
+    """(one value a rank, its standard error) from values of teams, each known up to a constant; nan where none is.
+
+    parts: (rank indices, values, weights) of each team.
+    """
+    matrix, right = np.zeros((n, n)), np.zeros(n)
+    seen = np.zeros(n, np.bool_)
+    for ids, value, weight in parts:
+        share = weight / weight.sum()
+        within = np.diag(weight) - np.outer(weight, share)
+        matrix[np.ix_(ids, ids)] += within
+        right[ids] += within @ value
+        seen[ids] = True
     if not seen.any():
-        return np.full(n, np.nan)
-    total = np.bincount(ends.instance)
-    for turn in range(_ROUNDS):
-        flat = ends.end - offset[ends.rank]
-        # means first, since medians of ranks that are still apart stay where they are
-        common = np.bincount(ends.instance, flat) / total if turn < _ROUNDS - 4 else _medians(flat, ends.instance)
-        gap = ends.end - common[ends.instance]
-        for r in np.flatnonzero(seen).tolist():
-            offset[r] = np.median(gap[own[r]])
-    return np.where(seen, offset - offset[np.argmax(seen)], np.nan)
+        return np.full(n, np.nan), np.full(n, np.inf)
+    scale = float(np.max(np.diag(matrix)))
+    inverse = np.linalg.pinv(matrix / scale, hermitian=True) / scale
+    base = int(np.argmax(seen))
+    value = inverse @ right
+    variance = np.diag(inverse) + inverse[base, base] - 2 * inverse[base]
+    return np.where(seen, value - value[base], np.nan), np.where(seen, np.sqrt(np.maximum(variance, 0)), np.inf)
 
 
-def _slopes(ends: _Ends, n: int, offset: FloatArray) -> _Fit:
-    """Drift of each rank index against the common ends, from a least-squares line without the outliers."""
-    drift, error, jitter = np.zeros(n), np.full(n, np.inf), np.full(n, np.inf)
-    if not len(ends.end):
-        return _Fit(drift, error, jitter)
-    flat = ends.end - np.nan_to_num(offset)[ends.rank]
-    gap = flat - _medians(flat, ends.instance)[ends.instance]
-    for r in np.unique(ends.rank).tolist():
-        mine = ends.rank == r
-        rest = gap[mine] - np.median(gap[mine])
-        jitter[r] = 1.4826 * float(np.median(np.abs(rest)))
-        near = np.abs(rest) <= max(4 * jitter[r], 1.0)
-        t, g = ends.end[mine][near], rest[near]
-        t, g = t - t.mean(), g - g.mean()
-        spread = float(t @ t)
-        if len(t) >= 8 and spread > 0:
-            drift[r] = float(t @ g) / spread
-            left = g - drift[r] * t
-            error[r] = float(np.sqrt(left @ left / (len(t) - 2) / spread))
-    base = int(ends.rank.min())
-    return _Fit(drift - drift[base], np.hypot(error, error[base]), jitter)
+def _slopes(teams: Sequence[_Team], n: int) -> _Fit:
+    """Drift of each rank index against the common ends of its teams, from lines without the outliers."""
+    jitter = np.full(n, np.inf)
+    parts = []
+    for team in teams:
+        offset, spread = _meet(team.end)
+        jitter[team.ids] = np.minimum(jitter[team.ids], spread)
+        if len(team.end) < _FEWEST_FOR_SLOPE:
+            continue
+        gap = team.end - offset
+        gap = gap - np.median(gap, axis=1)[:, None]
+        near = np.abs(gap) <= max(4 * spread, 1.0)
+        lines = [_line(team.end[near[:, k], k], gap[near[:, k], k]) for k in range(len(team.ids))]
+        if all(np.isfinite(error) for _, error in lines):
+            slope, error = np.array(lines).T
+            parts.append((team.ids, slope, 1 / np.maximum(error, 1e-12) ** 2))
+    drift, error = _tie(parts, n)
+    return _Fit(np.nan_to_num(drift), error, jitter)
 
 
-def _medians(value: FloatArray, code: IntArray) -> FloatArray:
-    """Median of the values of each code 0 … k-1, each of which occurs."""
-    ordered = value[np.lexsort((value, code))]
-    first = np.r_[0, np.cumsum(np.bincount(code))]
-    size = np.diff(first)
-    low, high = first[:-1] + (size - 1) // 2, first[:-1] + size // 2
-    return np.asarray((ordered[low] + ordered[high]) / 2, np.float64)
+def _line(time: FloatArray, gap: FloatArray) -> tuple[float, float]:
+    """(slope, its standard error) of a least-squares line, error inf where there are too few points."""
+    if len(time) < _FEWEST_FOR_SLOPE:
+        return 0.0, np.inf
+    t, g = time - time.mean(), gap - gap.mean()
+    spread = float(t @ t)
+    if spread <= 0:
+        return 0.0, np.inf
+    slope = float(t @ g) / spread
+    left = g - slope * t
+    return slope, float(np.sqrt(left @ left / (len(t) - 2) / spread))
 
 
 def _clocks(

@@ -151,7 +151,7 @@ def evaluate(base: Base, gpus: int, options: Options) -> Point:
     all_steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
     lost_s = straggler_s(base, gpus, done.scaled.dur_ns, all_steps)
     comm_low, comm_high = _communication_band(graph, done.scaled, step_s)
-    noise_sigma = lost_s * (PRIOR_NOISE_FACTOR if base.noise.source.startswith("prior") else MEASURED_NOISE_FACTOR)
+    noise_sigma = lost_s * (PRIOR_NOISE_FACTOR if "prior" in base.noise.source else MEASURED_NOISE_FACTOR)
     known = base.slowdown.pairs > 0 or base.slowdown.source == "given"
     overlap_sigma = (step_s - ideal_s) * (MEASURED_OVERLAP_FACTOR if known else PRIOR_OVERLAP_FACTOR)
     common = (SIGMAS * noise_sigma) ** 2 + (SIGMAS * overlap_sigma) ** 2 + (SIGMAS * base.jitter_s) ** 2
@@ -223,7 +223,7 @@ def _provenance(base: Base, change: Scaled, gpus: int) -> dict[str, str]:
     elif worst is Provenance.MEASURED and base.rebuilt:
         out |= {"communication": "extrapolated", "communication_beyond": base.rebuilt}
     if not measured:
-        out["stragglers"] = "prior" if base.noise.source.startswith("prior") else "extrapolated"
+        out["stragglers"] = "prior" if "prior" in base.noise.source else "extrapolated"
         if base.share.any():
             out["overlap"] = "measured" if base.slowdown.pairs else "prior"
     return out

@@ -6,6 +6,7 @@ time to speak of (a group of one rank) the model's own seconds are taken.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -129,23 +130,51 @@ def transfer_by_instance(graph: Graph, dur_ns: IntArray) -> Floats:
     return out
 
 
+_ALGORITHM = re.compile(r"ncclDevKernel_\w*?_(RING|TREE|NVLS_TREE|NVLS|PAT)(?:_|$|\()")
+
+
+def algorithm_of(kernel: str) -> str:
+    """The algorithm that an NCCL kernel's name tells, "" for others; its protocol suffix is not to be trusted."""
+    found = _ALGORITHM.search(kernel)
+    return found[1].lower() if found else ""
+
+
+def _algorithms(graph: Graph) -> list[str]:
+    """The algorithm of each collective, as the kernel of one of its members names it."""
+    out = [""] * len(graph.collectives)
+    by_name = [algorithm_of(name) for name in graph.names]
+    for node in np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0)).tolist():
+        if graph.name[node] >= 0:
+            out[int(graph.instance[node])] = by_name[int(graph.name[node])]
+    return out
+
+
 def evidence(graph: Graph, dur_ns: IntArray) -> list[Evidence]:
     """What the graph's own transfers say about costs: one piece per kind, size and group, the median of its instances.
 
     The smaller half counts: contention and late members only ever add.
     """
     transfer = transfer_by_instance(graph, dur_ns)
-    seen: dict[tuple[str, int, int, int], list[float]] = {}
-    for item, ns in zip(graph.collectives, transfer.tolist(), strict=True):
+    seen: dict[tuple[str, int, int, int, str], list[float]] = {}
+    for item, ns, algorithm in zip(graph.collectives, transfer.tolist(), _algorithms(graph), strict=True):
         if item.group < 0 or item.kind not in FAMILY or not ns > 0:
             continue
         group = graph.groups[item.group]
         size = whole_bytes(item, group.size)
         if size > 0 and group.size > 1:
-            seen.setdefault((item.kind, size, group.size, max(1, group.stride)), []).append(ns)
+            key = (item.kind, size, group.size, max(1, group.stride), algorithm)
+            seen.setdefault(key, []).append(ns)
     return [
-        Evidence(kind, size, ranks, float(np.quantile(times, 0.4)) * 1e-9, stride=stride, weight=len(times) ** 0.5)
-        for (kind, size, ranks, stride), times in seen.items()
+        Evidence(
+            kind,
+            size,
+            ranks,
+            float(np.quantile(times, 0.4)) * 1e-9,
+            stride=stride,
+            algorithm=algorithm,
+            weight=len(times) ** 0.5,
+        )
+        for (kind, size, ranks, stride, algorithm), times in seen.items()
     ]
 
 

@@ -11,6 +11,7 @@ from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.transfers import (
+    algorithm_of,
     evidence,
     rescale,
     serialised,
@@ -134,3 +135,19 @@ def test_the_measured_scale_keeps_every_bit() -> None:
 
     assert np.array_equal(graph.dur_ns, change.dur_ns)
     assert (Provenance.MEASURED, 0.0) == (change.worst, float(change.errors().max()))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "algorithm"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ring"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", "tree"),
+        ("ncclDevKernel_AllReduce_Sum_f32_NVLS_TREE_SIMPLE", "nvls_tree"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", ""),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float", ""),
+        ("gloo:all_reduce", ""),
+    ],
+)
+def test_the_algorithm_is_read_from_the_kernels_name(kernel: str, algorithm: str) -> None:
+    """Names of NCCL 2.19 and later tell; others are left to the model."""
+    assert algorithm == algorithm_of(kernel)

@@ -112,12 +112,13 @@ class Recorder:
             return
         if not self._began:
             self._first_boundary()
+        was_open = self._window
         if self.settings.for_s:
             self._time()
-        if self._window is not None:
-            self._advance(self._window)
-        elif not self.disabled:
+        if was_open is None:
             self._look()
+        elif was_open is self._window:
+            self._advance(was_open)
 
     def _first_boundary(self) -> None:
         self._began = time.monotonic()
@@ -132,12 +133,12 @@ class Recorder:
             self._after_window()
 
     def _look(self) -> None:
-        """No window is open: is it time for one? Sets when to look again."""
+        """No window was open: is it time for one? Sets when to look again."""
         if self._trigger is not None:
             asked = self._trigger.poll(self.completed, here)
             if asked is not None:
                 self._start_at = asked
-        if self.completed >= self._start_at - 1:
+        if self._window is None and self.completed >= self._start_at - 1:
             self._open(max(self._start_at, self.completed + (self._start_at > 1)), self.settings.steps)
         polling = self._trigger is not None or bool(self.settings.for_s) or self._window is not None
         self._wake = self.completed + 1 if polling else self._start_at - 1
@@ -147,11 +148,11 @@ class Recorder:
             return
         self._began = self._began or time.monotonic()
         passed = time.monotonic() - self._began - self.settings.after_s
-        if self._window is None and passed >= 0:
-            self._open(self.completed, None)
-        elif self._window is not None and passed >= self.settings.for_s:
+        if passed >= self.settings.for_s:
             self._close_window()
             self.disabled = True
+        elif self._window is None and passed >= 0:
+            self._open(self.completed, None)
 
     def _open(self, first: int, count: int | None) -> None:
         if self.watch.another_is_on():

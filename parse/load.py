@@ -25,6 +25,7 @@ from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, host
 from scaletrace.parse.many import read_many
 from scaletrace.parse.match_pairs import one_way, pair_messages
 from scaletrace.parse.members import KIND
+from scaletrace.parse.one_job import refuse_several_jobs
 from scaletrace.parse.peek import Found, rank_value
 from scaletrace.parse.ranks import SEVERAL_HEADERS, Capture, choose, discover, rank_in_events
 from scaletrace.parse.reader import TraceFile
@@ -68,6 +69,7 @@ def load(
         how: dict[str, Any] = {"workers": workers, "memory_bytes": memory_bytes, "spool": spool}
         chosen, files = _read(chosen, health, strict, how)
         traces = _ranks(chosen, files, health, step_annotation)
+    refuse_several_jobs(traces)
     job = assemble(traces, health, strict=strict, patterns=patterns, manifest=chosen.manifest)
     if axes is not None:
         job = replace(job, groups=override_axes(job.groups, axes))
@@ -212,8 +214,11 @@ def _align(
     window = max((_window_ns(trace) for trace in traces), default=0)
     aligned = clock_tools.align(found, ranks, hosts, probes, strict, window)
     pair_messages(table, aligned.clocks, health)
-    if aligned.open and (messages := one_way(table, ranks)):
-        aligned = clock_tools.align(found, ranks, hosts, (*probes, *messages), strict, window)
+    if messages := one_way(table, ranks):
+        closer = clock_tools.align(found, ranks, hosts, (*probes, *messages), False, window)
+        # messages are paired by order, so they may narrow an interval but never refuse what collectives allow
+        if len(closer.refused) <= len(aligned.refused):
+            return closer
     return aligned
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.common import document, err, exit_codes, out, print_json
 from scaletrace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def limits(
     with exit_codes(debug):
         from scaletrace.extrapolate.cluster import Cluster
         from scaletrace.extrapolate.limits import Training, limits, machine_of, what_ifs
+        from scaletrace.view.progress import progress
 
         machine = machine_of(Cluster.load(cluster))
         machine = replace(
@@ -65,9 +66,10 @@ def limits(
             width_over_depth=wider,
             sparsity=sparsity,
         )
-        answer = _answer(limits(machine, training, _flops(flop)))
-        if what_if:
-            answer["what_if"] = _what_ifs(what_ifs(machine, training))
+        with progress("searching the smallest clusters", err):
+            answer = _answer(limits(machine, training, _flops(flop)))
+            if what_if:
+                answer["what_if"] = _what_ifs(what_ifs(machine, training))
         if json_:
             print_json(document("scaletrace.limits/1", cluster, _NO_HEALTH, **answer))
         elif not quiet:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.common import document, err, exit_codes, out, print_json
 from scaletrace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,13 +47,17 @@ def synth(
     """
     with exit_codes(debug):
         from scaletrace.traces.synth import Fault, plan, write_capture
+        from scaletrace.view.progress import progress
 
         described = _described(model, layout, cluster, flash)
         target_s = _target_s(described, step_time, mfu)
         faults = [Fault.parse(text) for text in fault or ()]
-        scale, job = _calibrated(described, _ranks(described, ranks), steps, target_s)
-        written = write_capture(job, output, faults)
-        step_s = plan(job).step_ns(steps - 1) / 1e9
+        chosen = _ranks(described, ranks)
+        with progress("calibrating" if target_s else "planning", err) as advance:
+            scale, job = _calibrated(described, chosen, steps, target_s)
+            advance(1, 2, f"writing {len(chosen)} ranks")
+            written = write_capture(job, output, faults)
+            step_s = plan(job).step_ns(steps - 1) / 1e9
         answer = _answer(described, job, scale, step_s, target_s, written)
         if json_:
             print_json(document("scaletrace.synth/1", str(output), _health(described, target_s), **answer))

@@ -115,14 +115,15 @@ class Model:
 
 
 def load_model(name_or_path: str) -> Model:
-    """A built-in model by name, or the one in a YAML file. Raises InputError and UsageError naming the remedy."""
+    """A built-in model by name (the catalog's spelling with underscores too), or the one in a YAML file. Raises InputError and UsageError naming the remedy."""
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml"):
         return _from_mapping(_read(path), str(path))
     known = _read(_BUILT_IN)
-    if name_or_path not in known:
+    name = name_or_path.lower().replace("_", "-")
+    if name not in known:
         raise UsageError(f"no model {name_or_path!r}; give a YAML file or one of: {', '.join(sorted(known))}")
-    return _from_mapping({"name": name_or_path, **known[name_or_path]}, name_or_path)
+    return _from_mapping({"name": name, **known[name]}, name)
 
 
 def model_names() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scaletrace.errors import InputError, UsageError
+from scaletrace.extrapolate.catalog import entry, names
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.described.collectives import (
     GroupShape,
@@ -42,6 +43,15 @@ PUBLISHED_B = {
 def test_parameters_of_built_in_models_are_the_published_ones(name: str) -> None:
     """Counted from shapes, within 0.2 %."""
     assert load_model(name).parameters / 1e9 == pytest.approx(PUBLISHED_B[name], rel=0.002)
+
+
+def test_every_model_of_the_catalog_can_be_described() -> None:
+    """The catalog's names are understood, and its parameter counts agree within 2 %."""
+    for name in names("models"):
+        catalog = entry("models", name)
+
+        assert load_model(name).parameters == pytest.approx(catalog["parameters"], rel=0.02), name
+        assert (catalog["layers"], catalog["hidden"]) == (load_model(name).layers, load_model(name).hidden)
 
 
 def test_step_flop_is_six_per_parameter_and_token_plus_attention() -> None:

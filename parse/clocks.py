@@ -71,12 +71,6 @@ class Alignment:
     residual_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     refused: tuple[str, ...] = ()
 
-    @property
-    def open(self) -> bool:
-        """Whether some rank's interval has no bounds, though its bounds do not contradict each other."""
-        known = [clock.high_ns < UNBOUNDED for clock in self.clocks.values()]
-        return not self.refused and not all(known)
-
 
 @dataclass(frozen=True, slots=True)
 class _Fit:

@@ -218,7 +218,16 @@ def name_axes(groups: Sequence[Group], uses: Mapping[int, Use], world_size: int,
         if axis:
             out.append(replace(group, axis=axis))
             continue
-        axis, confidence = infer_axis(group, uses.get(group.id, Use()), world_size)
+        use = uses.get(group.id, Use())
+        axis, confidence = infer_axis(group, use, world_size)
+        beside = any(
+            other.id != group.id
+            and other.size > 1
+            and (other.size < world_size or axis_from_description(other.description))
+            for other in groups
+        )
+        if beside and group.size == world_size and not {"all_gather", "reduce_scatter"} & set(use.kinds):
+            axis, confidence = "world", min(confidence, 0.9) if use.kinds else 1.0
         if axis and confidence < 1:
             health.guessed["axes of groups inferred from their use"] += 1
         out.append(replace(group, axis=axis, confidence=min(confidence, group.confidence)))

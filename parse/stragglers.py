@@ -18,7 +18,7 @@ import numpy as np
 
 from scaletrace.parse.cats import KERNEL_CATS
 from scaletrace.parse.clocks import UNBOUNDED
-from scaletrace.parse.events import TIME_UNKNOWN, Events, IntArray
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, IntArray
 from scaletrace.parse.job import KINDS, SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.match_device import communication_kernels
 from scaletrace.parse.members import KIND
@@ -39,7 +39,7 @@ class RankShare:
     caused_wait_ns  the waits of all other ranks for this one, summed over ranks
     waited_ns       how long this rank waited for others
     compute_ns      time in own work: kernels, or operators where there is no device
-    extra_compute_ns  compute beyond the median of the other ranks
+    extra_compute_ns  compute beyond the median of the other ranks (of the same pipeline stage)
     transfer_excess_ns  transfer time beyond that of sister groups
     cause           "computes longer", "launches later", "transfers longer", or "" where the rank stands out in nothing
     """
@@ -61,9 +61,10 @@ def straggler_summary(job: Job) -> tuple[RankShare, ...]:
     delay, caused, waited = _waits(job)
     excess = _link_excess(job)
     compute = {trace.rank: _compute_ns(trace) // steps for trace in job.ranks}
+    stage = _stages(job)
     rows = []
     for trace in job.ranks:
-        others = [ns for rank, ns in compute.items() if rank != trace.rank]
+        others = [ns for rank, ns in compute.items() if rank != trace.rank and stage[rank] == stage[trace.rank]]
         extra = compute[trace.rank] - int(np.median(others)) if others else 0
         rows.append(
             RankShare(
@@ -106,7 +107,7 @@ def _waits(job: Job) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     c = job.collectives
     zero = {trace.rank: 0 for trace in job.ranks}
     delay, caused, waited = dict(zero), dict(zero), dict(zero)
-    rows = np.flatnonzero(np.isin(c.kind, _SYNC) & c.matched)
+    rows = np.flatnonzero(np.isin(c.kind, _SYNC) & c.matched & ~_across_stages(job))
     if not len(rows):
         return delay, caused, waited
     instance = c.instance[rows]
@@ -127,6 +128,24 @@ def _waits(job: Job) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
                 caused[other] += held
                 delay[other] = max(delay[other], held)
     return delay, caused, waited
+
+
+def _stages(job: Job) -> dict[int, int]:
+    """Pipeline stage of each rank, its place in its pipeline group; 0 where there is no pipeline."""
+    out = {trace.rank: 0 for trace in job.ranks}
+    for group in job.groups:
+        if group.axis == "pp":
+            out.update({rank: place for place, rank in enumerate(group.members) if rank in out})
+    return out
+
+
+def _across_stages(job: Job) -> BoolArray:
+    """Members of instances that span pipeline stages: the first stage always ends last, which makes it no straggler."""
+    stage = _stages(job)
+    across = {group.id for group in job.groups if len({stage.get(rank, 0) for rank in group.members}) > 1}
+    if len(set(stage.values())) > 1:
+        across.add(-1)
+    return np.isin(job.collectives.group, list(across))
 
 
 def _own_waits(job: Job, rows: IntArray, first: IntArray, of: IntArray) -> tuple[IntArray, IntArray]:

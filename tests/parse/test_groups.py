@@ -152,6 +152,13 @@ def test_a_stated_axis_is_certain_and_an_inferred_one_is_counted() -> None:
     assert health.guessed["axes of groups inferred from their use"] == 1
 
 
+def test_the_default_group_beside_others_is_the_world() -> None:
+    """Where a job has groups of its own, all-reduces over all ranks clip gradients; they are no axis."""
+    groups = [Group(0, "0", "default_pg", (0, 1, 2, 3)), Group(1, "1", "mesh_tp", (0, 1))]
+
+    assert ["world", "tp"] == [group.axis for group in name_axes(groups, {0: use(all_reduce=3)}, 4, Health())]
+
+
 def test_a_yaml_file_overrides_axes(tmp_path: Path) -> None:
     """Selectors must all fit; the answer is certain then."""
     path = tmp_path / "axes.yaml"

@@ -174,6 +174,15 @@ def test_a_slow_link_shows_between_sister_groups(tmp_path: Path) -> None:
     assert 5 * 400_000 == shares[2].transfer_excess_ns
 
 
+def test_the_first_stage_of_a_pipeline_is_no_straggler(tmp_path: Path) -> None:
+    """It ends last in every step, so what all ranks do together at the end says nothing about its pace."""
+    groups = [("0", "default_pg", (0, 1)), ("1", "mesh_pp", (0, 1))]
+    ranks = {r: [step(0, 0, 9_000), *nccl("allreduce", 10, 8_000 - 4_000 * r, 8_100, 1, Seq=1)] for r in (0, 1)}
+
+    assert ["", ""] == [share.cause for share in straggler_summary(loaded(tmp_path, ranks, groups=groups))]
+    assert "launches later" == straggler_summary(loaded(tmp_path, ranks, groups=groups[:1]))[0].cause
+
+
 def test_overlapping_collectives_count_once(tmp_path: Path) -> None:
     """Two buckets that wait for the same late rank at the same time are one delay."""
     ranks: dict[int, list[Event]] = {}

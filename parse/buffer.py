@@ -46,6 +46,21 @@ class Buffer:
         """The bytes data[start:stop], not beyond `end`."""
         return self.data[start : min(stop, self.end)].tobytes()
 
+    def growing(self, limit: int) -> Iterator[tuple[bytes, bool]]:
+        """(unread text, whether nothing follows it), first a little of it and then ever more, up to `limit` bytes.
+
+        Whoever looks for something near the cursor so pays for little text.
+        """
+        size = 4096
+        while True:
+            while self.end - self.at < size and self.more():
+                pass
+            short = self.end - self.at <= size
+            yield self.text(self.at, self.at + size), short and self.final
+            if (short and self.final) or size > limit:
+                return
+            size *= 4
+
     @property
     def offset(self) -> int:
         """Document offset of the next unread byte."""

@@ -21,10 +21,12 @@ from scaletrace.parse.health import Health
 from scaletrace.parse.limits import Limits
 from scaletrace.parse.rawtable import RawTable
 from scaletrace.parse.scan import DONE, SEPARATOR, scan_events
-from scaletrace.parse.scan_state import FRESH
+from scaletrace.parse.scan_state import FLOODS, FRESH
 from scaletrace.parse.scan_text import CONTROL, DEEP, FULL, GROW, NEED, WHERE, space, string_end, value_end
 
 _HEADER_KEY = re.compile(rb',?\s*"(?:' + salvage.HEADER_KEYS.encode() + rb')"\s*:\s*(?=["\[{\-\d tfn])')
+
+_MAX_FLOODS = 64
 
 
 @dataclass(slots=True)
@@ -41,11 +43,11 @@ class Document:
 class Walker:
     """Reads one document. `run` may raise CorruptTraceError, NotATraceError and LimitError."""
 
-    __slots__ = ("_buf", "_doc", "_health", "_limits", "_name", "_stack", "_state", "_strict")
+    __slots__ = ("_buf", "_doc", "_header_bytes", "_health", "_limits", "_name", "_stack", "_state", "_strict")
 
     def __init__(self, pieces: Iterator[bytes], name: str, limits: Limits, strict: bool, health: Health) -> None:
         self._buf = Buffer(pieces, limits.piece_bytes + (1 << 16))
-        self._doc = Document(RawTable(limits))
+        self._doc, self._header_bytes = Document(RawTable(limits)), 0
         self._health, self._limits, self._name, self._strict = health, limits, name, strict
         self._stack = np.zeros(limits.max_depth, np.uint8)
         self._state = np.zeros(WHERE + 1, np.int64)
@@ -166,6 +168,12 @@ class Walker:
                 raise self._several_writers(buf.offset)
             self._health.note(f"top-level key {key!r} stands twice; the last one counts")
         header[key] = value
+        self._header_bytes += after - buf.at
+        if self._header_bytes + 64 * len(header) > self._limits.max_event_bytes:
+            raise LimitError(
+                f"{self._name}: the header is longer than {self._limits.max_event_bytes:,} bytes; "
+                "raise max_event_bytes (--max-event-bytes)"
+            )
         buf.at = after
         return True
 
@@ -207,6 +215,10 @@ class Walker:
                 raise self._too_deep(buf.base + int(table.st[WHERE]))
             elif stop == NEED:
                 self._bounded("one event")
+                if table.st[FLOODS] > _MAX_FLOODS:
+                    raise LimitError(
+                        f"{self._name}: its texts are made to slow the reader down; no setting allows that"
+                    )
                 if not buf.more():
                     return self._events_cut()
             elif stop == SEPARATOR:
@@ -238,13 +250,11 @@ class Walker:
         """Skip what is neither event nor comma up to the next event, or to the end of the list."""
         buf = self._buf
         start = buf.offset
-        while True:
-            raw = buf.text(buf.at, buf.end)
-            match = salvage.NEXT_EVENT.search(raw)
-            if match and match[0][:1] == b"]" and match[0][-1:] != b":" and not buf.final:
-                match = None
-            if match or not buf.more():
+        for raw, final in buf.growing(self._limits.max_event_bytes):
+            match = salvage.at_list_end(salvage.NEXT_EVENT.search(raw), final)
+            if match:
                 break
+        else:
             self._bounded("the text between two events")
         if salvage.OTHER_WRITER.search(raw[: match.start() if match else len(raw)]):
             raise self._several_writers(place)
@@ -260,11 +270,11 @@ class Walker:
             raise self._corrupt(place, "an event is not valid JSON")
         while self._peek() == ord(","):
             buf.at += 1
-        while True:
-            raw = buf.text(buf.at, buf.end)
-            stop = salvage.event_end(raw, buf.final)
-            if stop or not buf.more():
+        for raw, final in buf.growing(self._limits.max_event_bytes):
+            stop = salvage.event_end(raw, final)
+            if stop:
                 break
+        else:
             self._bounded("one event")
         if salvage.OTHER_WRITER.search(raw[: stop or len(raw)]):
             raise self._several_writers(place)

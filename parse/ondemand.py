@@ -50,12 +50,14 @@ def _event(buf: Buffer, limits: Limits) -> dict[str, Any]:
         if after != NEED or not buf.more():
             break
     if after > 0:
-        value = json.loads(buf.text(start, after).decode("utf-8", "replace"), strict=False)
-        return value if isinstance(value, dict) else {}
-    while True:
-        raw = buf.text(buf.at, buf.end)
-        stop = salvage.event_end(raw, buf.final)
-        if stop or not buf.more():
+        try:
+            value = json.loads(buf.text(start, after).decode("utf-8", "replace"), strict=False)
+            return value if isinstance(value, dict) else {}
+        except (ValueError, RecursionError):
+            pass  # an integer of thousands of digits: the forgiving reader takes it as a real number
+    for raw, final in buf.growing(limits.max_event_bytes):
+        stop = salvage.event_end(raw, final)
+        if stop:
             break
     try:
         return salvage.decode_event(raw[: stop or len(raw)])[0]

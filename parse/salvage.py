@@ -68,10 +68,14 @@ def decode_event(fragment: bytes) -> tuple[dict[str, Any], list[str]]:
 def event_end(raw: bytes, final: bool) -> int:
     """Length of the broken event at the start of `raw`, 0 where its end is not in sight; `final`: nothing follows."""
     after = EVENT_BOUNDARY.search(raw)
-    last = LIST_END.search(raw)
-    if last and raw[last.end() - 1 : last.end()] != b":" and not final:
-        last = None
+    last = at_list_end(LIST_END.search(raw), final)
     return min((match.start() + 1 for match in (after, last) if match), default=0)
+
+
+def at_list_end(match: re.Match[bytes] | None, final: bool) -> re.Match[bytes] | None:
+    """The match, unless it leans on the end of the text although more text may follow."""
+    leans = match is not None and match[0][-1:] != b":" and not final
+    return None if leans else match
 
 
 class _Lenient:
@@ -161,8 +165,10 @@ class _Lenient:
             quote = self.text.find('"', quote + 1)
             if quote < 0:
                 raise Unreadable("string without an end")
-            back = len(self.text[start:quote]) - len(self.text[start:quote].rstrip("\\"))
-            if back % 2 and not closes.match(self.text, quote + 1):
+            back = quote
+            while back > start and self.text[back - 1] == "\\":
+                back -= 1
+            if (quote - back) % 2 and not closes.match(self.text, quote + 1):
                 continue
             if closes.match(self.text, quote + 1):
                 break

@@ -5,6 +5,8 @@ Every other argument stays in the file and is read on demand (`TraceFile.argumen
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from scaletrace.parse.events import IntArray
@@ -64,6 +66,7 @@ def fnv1a(text: bytes) -> int:
     return h
 
 
+@cache
 def key_table() -> IntArray:
     """int64[3 x KEY_SLOTS + 256]: open-addressing table of (hash, length, number) for all spellings, then the kinds."""
     slots = np.zeros((KEY_SLOTS, 3), np.int64)

@@ -11,6 +11,7 @@ from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, Events, In
 from scaletrace.parse.health import Health
 from scaletrace.parse.kernels import list_unknown
 from scaletrace.parse.links import crossings, gpu_rows, launch_of
+from scaletrace.parse.owners import is_fused
 
 NO_KERNEL = "launches without GPU records"
 NO_LAUNCH = "GPU records without a launch"
@@ -40,6 +41,8 @@ def survey(events: Events, health: Health) -> None:
     if crossing:
         health.unmatched[CROSSINGS] += crossing
     list_unknown(events, health)
+    if is_fused(events):
+        health.note("several ranks are fused into this file: take them apart with scaletrace.parse.fused.split_ranks")
     halves = int(np.isin(events.ph, [ord("B"), ord("E")]).sum())
     if halves:
         health.guessed["begin and end records kept as instants"] += halves

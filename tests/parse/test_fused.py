@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from scaletrace.errors import NotATraceError
-from scaletrace.parse.fused import is_fused, split_ranks
+from scaletrace.parse.fused import split_ranks
 from scaletrace.parse.links import launch_of
+from scaletrace.parse.owners import is_fused
 from scaletrace.parse.reader import TraceFile, read_file
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +126,24 @@ def test_numbers_are_re_encoded_as_written() -> None:
 
     expected: Any = '{"a":1.2345678901234567890,"b":null,"c":[true,null,"\\u00e9"],"d":12345678901234567890}'
     assert expected.encode() == salvage.encode_event(event)
+
+
+def test_an_event_full_of_quotes_does_not_hang() -> None:
+    """Hundreds of thousands of quotes in one broken text cost time in proportion."""
+    start = time.process_time()
+    trace = read(
+        '{"traceEvents":[{"ph":"X","name":"a' + ' "b" \\"' * 100_000 + ',"ts":5},{"ph":"X","name":"c","ts":6}]}'
+    )
+
+    assert "c" in [trace.events.name_of(k) for k in range(len(trace.events))]
+    assert time.process_time() - start < 20
+
+
+def test_a_huge_integer_is_no_obstacle(tmp_path: Path) -> None:
+    """Python refuses to convert thousands of digits; the event and its other arguments are read all the same."""
+    path = tmp_path / "rank0.json"
+    path.write_text('{"traceEvents":[{"ph":"X","name":"a","ts":5,"args":{"big":' + "9" * 6000 + ',"cbid":4,"x":1}}]}')
+    trace = read_file(path)
+
+    assert [4] == trace.events.ints("cbid").tolist()
+    assert 1 == trace.arguments([0])[0]["x"]

@@ -234,24 +234,20 @@ def next_paths(timeline: Timeline, count: int = 5, differ: float = 0.2) -> list[
     found = [(timeline.makespan_ns, first)]
     used = np.zeros(len(graph), np.bool_)
     used[first] = True
-    for edge in np.argsort(-through, kind="stable")[: 200 * count].tolist():
+    for edge in np.argsort(-through, kind="stable").tolist():
         if len(found) > count:
             break
-        if used[dst[edge]] and used[graph.pred[edge]]:
+        if used[dst[edge]]:
             continue
         nodes = _through(timeline, following, int(graph.pred[edge]), int(dst[edge]))
         if _new_share(nodes, used, dur) >= differ:
             found.append((int(through[edge]), nodes))
-            used[nodes] = True
+        used[nodes] = True  # a chain too like the others is not looked at again either
     return found
 
 
 def _through(timeline: Timeline, following: Int32Array, src: int, dst: int) -> Int32Array:
-    back = _walk_back(timeline.binding, src)
-    onward = [dst]
-    while following[onward[-1]] >= 0:
-        onward.append(int(following[onward[-1]]))
-    return np.concatenate((back, np.array(onward, np.int32)))
+    return np.concatenate((_walk_back(timeline.binding, src), _walk_back(following, dst)[::-1]))
 
 
 def _new_share(nodes: Int32Array, used: BoolArray, dur: IntArray) -> float:

@@ -120,12 +120,13 @@ def _weak_table(model: Model, on: Device) -> tuple[str, str]:
 
 def _degree_table(model: Model, on: Device, base: float) -> tuple[str, str]:
     rows, curves = [], {}
-    for gpus in (128, 256, 512, 1024, 2048):
+    for gpus in SCALES[1:]:
         plain = weak(model, on, base, gpus).tokens_per_s
         tensor = [weak(model, on, base, gpus, tp).tokens_per_s / plain - 1 for tp in (2, 4, 8, 16)]
         stages = [with_stages(model, on, base, gpus, pp).tokens_per_s / plain - 1 for pp in (2, 4, 8, 16)]
         rows.append([gpus, *map(_percent, tensor), *map(_percent, stages)])
-        curves[f"{gpus} GPUs"] = [(1.0, 0.0), *zip((2.0, 4.0, 8.0, 16.0), (100 * t for t in tensor), strict=True)]
+        if gpus >= BASE_GPUS:
+            curves[f"{gpus} GPUs"] = [(1.0, 0.0), *zip((2.0, 4.0, 8.0, 16.0), (100 * t for t in tensor), strict=True)]
     heads = ["GPUs", "TP2", "TP4", "TP8", "TP16", "PP2", "PP4", "PP8", "PP16"]
     picture = plot(
         "Tensor parallelism against plain FSDP", "tensor-parallel degree", "tokens/s, % over FSDP", curves, log_x=True

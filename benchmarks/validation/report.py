@@ -49,6 +49,7 @@ def page(results: Sequence[Result], made: str, seconds: float, missing: Sequence
         _INTRODUCTION,
         f"## Gates\n\n{summary}.\n\n{gate_table(gates)}",
         _missed(gates),
+        _MODEL,
         "## Gates kept elsewhere\n\n" + table(["gate", "bound", "where"], ELSEWHERE),
         "## Distribution of errors\n\nRelative error of each prediction, in percent.\n\n" + _distribution(results),
         "![predicted against measured](validation-scatter.svg)\n\n![errors by table](validation-errors.svg)",
@@ -68,6 +69,24 @@ a held-out row shows its configuration and gives up its measurement only togethe
 Constants that are not a run's own evidence are the same for all sources of a device and stand with their derivation in
 `extrapolate/described/constants.py`; structural facts of a job (channels, NICs, overlap, types, who owns which tensor) are
 part of its description. The tables are public and are not copied here."""
+
+
+_MODEL = """## How a described step is timed
+
+- Each rank has a compute lane and a communication lane; operations start when their lane is free and what they need has ended
+  (`extrapolate/described/lanes.py`). While both lanes are busy, kernels advance at 1/(1+κ) and the collective at 1/(1+μ).
+- A group with k members a node owns k of the node's NICs. All-gathers and reduce-scatters are rings with a latency linear in
+  ranks, all-reduces the faster of ring and tree, with the latencies of NCCL's tuner (`collectives.py`).
+- Pipelines follow Megatron's (interleaved) 1F1B order; messages occupy a rank in warm-up and flush; parameter gathers hold
+  back first forwards, gradient reductions follow last backwards chunk by chunk (`pipeline.py`).
+- FSDP has one communication queue, two units gathered ahead, in backward the next gather before this reduction; the root's
+  gather and reduction stand alone (`fsdp.py`). An optimizer dealt out by whole tensors has one broadcast an owner
+  (`sharded_optimizer.py`).
+- The slowest of N ranks sets the pace of compute: 1 + σ E[max of N normals].
+- Compute is calibrated on the smallest run of a table (one number), or modelled from waves of tiles, bytes, launches and the
+  host (`kernels.py`) where a table spans shapes.
+- The overlap loss λ that gives κ is proportional to the SMs that a collective holds: MLPerf's jobs cap their data-parallel
+  communicators at 8 channels, others run the default."""
 
 
 def gate_table(gates: Sequence[Gate]) -> str:

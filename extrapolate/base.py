@@ -16,7 +16,7 @@ from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.columns import BOTH, NONE
 from scaletrace.extrapolate.compute import compute_nodes
-from scaletrace.extrapolate.costs import Calibration, collective_seconds
+from scaletrace.extrapolate.costs import FAMILY, Calibration, collective_seconds
 from scaletrace.extrapolate.flops import step_flop
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of, measured_layout
@@ -78,6 +78,7 @@ class Base:
     share                overlap of every kernel at the measured scale
     folded, chosen       the representative ranks for stragglers, and which nodes they are
     optimizer            which nodes work on parameters after the backward pass
+    step_s               median step of the plain replay: a floor for more ranks that do as much each
     jitter_s             spread of step times, drawn to a prior where few steps were seen
     rebuilt              what was changed before any stretching, so that even the measured size is modelled
     tokens_per_step, flop_per_step  of one rank, None where neither the trace nor its manifest tells
@@ -98,6 +99,7 @@ class Base:
     chosen: BoolArray
     optimizer: BoolArray
     jitter_s: float
+    step_s: float
     tokens_per_step: float | None = None
     flop_per_step: float | None = None
     rebuilt: str = ""
@@ -164,6 +166,9 @@ def prepare(
         timeline = replay(graph)
         alone = unshared_ns(graph, timeline.start_ns, timeline.end_ns) if shared_link else graph.dur_ns
     _warn_data_axis(graph, health)
+    unmodelled = sum(item.kind not in FAMILY for item in graph.collectives)
+    if unmodelled:
+        health.guessed["collectives of a kind without a cost model, which keep their measured time"] += unmodelled
     share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
     measured = overlap.measure(graph, share, cluster.device.overlap_slowdown)
     if slowdown is not None:
@@ -186,6 +191,7 @@ def prepare(
         chosen=chosen,
         optimizer=optimizer,
         jitter_s=_jitter_s(graph, timeline),
+        step_s=float(np.median(step_times_ns(graph, timeline.start_ns, timeline.end_ns))) * 1e-9,
         tokens_per_step=_model(built.job, "tokens_per_step"),
         flop_per_step=_model(built.job, "flops_per_step") or step_flop(built.job),
         rebuilt="bucket size" if bucket_bytes is not None else "",

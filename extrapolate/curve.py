@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -136,7 +136,7 @@ def extrapolate(
         bucket_bytes=bucket_bytes,
     )
     options = Options(layout, weak, nics, tokens_per_step_per_gpu, flop_per_step_per_gpu)
-    points = tuple(evaluate(base, size, options) for size in sorted(set(sizes)))
+    points = tuple(_rising([evaluate(base, size, options) for size in sorted(set(sizes))], base, weak))
     return ScalingCurve(
         points=points,
         base=base,
@@ -146,6 +146,18 @@ def extrapolate(
         benchmark_next=benchmark_next(points, base.ranks),
         knee_share=knee_share,
     )
+
+
+def _rising(points: Sequence[Point], base: Base, weak: bool) -> list[Point]:
+    """Points whose step never falls with ranks under weak scaling: what fell is lifted to the size before, and counted."""
+    out: list[Point] = []
+    for point in points:
+        lift = out[-1].p50_s - point.p50_s if out and weak and out[-1].gpus >= base.ranks else 0.0
+        if lift > 1e-9 * point.p50_s:
+            base.health.guessed["sizes whose step was lifted to that of the size before"] += 1
+            point = replace(point, low_s=point.low_s + lift, p50_s=point.p50_s + lift, high_s=point.high_s + lift)
+        out.append(point)
+    return out
 
 
 def _between(points: Sequence[Point], gpus: float, value: str) -> float:

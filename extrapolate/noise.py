@@ -22,6 +22,7 @@ SMALL_SEGMENT = 0.01
 """Segments below this share of the step are left out: their noise is large and doesn't matter."""
 LARGEST_CV = 0.5
 OUTLIER = 10.0
+LEAST_SAMPLES = 3
 UNLIKE = 3.0
 """A segment that takes this many times as long on one rank as on another holds other work there: not comparable."""
 
@@ -74,6 +75,9 @@ def measure_noise(graph: Graph, dur_ns: IntArray | None = None) -> Noise:
     ranks = times.shape[0]
     residual = float(np.sqrt((rest**2 * share).sum() / (share.sum() * ranks * times.shape[1]) * ranks / (ranks - 1)))
     spread = _spread(static)
+    if times.shape[1] * times.shape[2] < LEAST_SAMPLES:
+        source = f"spread measured on {ranks} ranks, too few segments to tell its parts; residual from the prior"
+        return Noise(PRIOR_NOISE.residual_cv, min(LARGEST_CV, spread), source=source)
     averaged = residual / np.sqrt(times.shape[1] * max(1.0, 1 / float((share**2).sum())))
     static_cv = float(np.sqrt(max(0.0, spread**2 - averaged**2)))
     source = f"measured on {ranks} ranks, {times.shape[1]} steps, {times.shape[2]} segments"

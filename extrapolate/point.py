@@ -148,6 +148,9 @@ def evaluate(base: Base, gpus: int, options: Options) -> Point:
     layout, done = stretch(base, gpus, options)
     graph, timeline = done.graph, done.timeline
     step_s, ideal_s = _step_s(graph, timeline), _step_s(graph, done.ideal)
+    if options.weak and gpus > base.ranks and not base.rebuilt:
+        # More ranks never help under weak scaling; only less intense transfers beside compute would say so.
+        step_s = max(step_s, base.step_s)
     all_steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
     lost_s = straggler_s(base, gpus, done.scaled.dur_ns, all_steps)
     comm_low, comm_high = _communication_band(graph, done.scaled, step_s)

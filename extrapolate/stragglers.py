@@ -138,7 +138,7 @@ def fold(graph: Graph, reach: ByteArray | None = None) -> Folded:
         classes=np.searchsorted(ranks, owner).astype(np.int32),
         segment=segments(graph),
         role=role,
-        noisy=compute_nodes(graph) & (role == PLAIN),
+        noisy=(compute_nodes(graph) | graph.nodes(NodeKind.HOST, NodeKind.LAUNCH)) & (role == PLAIN),
         reach=np.full(max(1, len(graph.collectives)), BOTH, np.uint8) if reach is None else reach,
         keep=keep_mask(role, graph.pred_ptr, graph.pred),
         succ_ptr=ptr,

@@ -206,6 +206,10 @@ def _invert(kind: str, group: GraphGroup, seconds: float, cluster: Cluster) -> i
     return int(np.exp(low))
 
 
+UNMODELLED = Cost(1e-9, 0.0, 0.0, "unmodelled", Provenance.PRIOR, 0.5)
+"""Stands for a collective of another size whose kind has no cost model: it keeps its measured time, which may be off."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """Durations at another scale, with the cost of each collective there (None where it has no model).
@@ -254,6 +258,8 @@ def rescale(
             _unchanged(after) if after and (was, old.groups[was.group]) == (now, new.groups[now.group]) else after
         )
         if before is None or after is None:
+            if now.group >= 0 and new.groups[now.group].size != old.groups[was.group].size:
+                costs[-1] = UNMODELLED
             continue
         moving[at] = (
             min(1.0, _wire_share(after) / max(_wire_share(before), 1e-9)) if before.seconds > 0 else _wire_share(after)

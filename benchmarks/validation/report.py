@@ -184,15 +184,19 @@ def _percent(value: float) -> str:
     return f"{100 * value:+.1f} %" if math.isfinite(value) else ""
 
 
+OTHER_UNITS = ("change in throughput", "utilization, %", "MFU, %")
+"""What is scored in points or ranks, so that a relative error says little."""
+
+
 def plots(results: Sequence[Result]) -> Mapping[str, str]:
-    """File name → SVG: predicted against measured, normalised by source, and step times over size."""
-    series = {
-        result.title.split(",")[0]: [
-            (100.0 * i / max(1, len(result.scored) - 1), 100 * row.error) for i, row in enumerate(result.scored)
-        ]
-        for result in results
-        if result.unit != "change in throughput" and len(result.scored) > 1
-    }
+    """File name → SVG: magnitudes of errors in order, and step times predicted against measured."""
+    spread = {}
+    for result in results:
+        errors = sorted(100 * abs(row.error) for row in result.scored)
+        if result.unit not in OTHER_UNITS and len(errors) > 1:
+            spread[result.title.split(",")[0]] = [
+                (100 * i / (len(errors) - 1), error) for i, error in enumerate(errors)
+            ]
     absolute = {
         result.title.split(",")[0]: [(row.measured, row.predicted) for row in result.scored]
         for result in results
@@ -200,11 +204,7 @@ def plots(results: Sequence[Result]) -> Mapping[str, str]:
     }
     return {
         "validation-errors.svg": plot(
-            "Error of each prediction, in the order of its table",
-            "position in its table, %",
-            "error, %",
-            series,
-            marks_only=True,
+            "Magnitude of errors, smallest to largest", "share of predictions, %", "error, %", spread
         ),
         "validation-scatter.svg": plot(
             "Step time, predicted against measured",

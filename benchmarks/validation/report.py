@@ -194,11 +194,9 @@ def plots(results: Sequence[Result]) -> Mapping[str, str]:
     for result in results:
         errors = sorted(100 * abs(row.error) for row in result.scored)
         if result.unit not in OTHER_UNITS and len(errors) > 1:
-            spread[result.title.split(",")[0]] = [
-                (100 * i / (len(errors) - 1), error) for i, error in enumerate(errors)
-            ]
+            spread[result.source] = [(100 * i / (len(errors) - 1), error) for i, error in enumerate(errors)]
     absolute = {
-        result.title.split(",")[0]: [(row.measured, row.predicted) for row in result.scored]
+        result.source: [(row.measured, row.predicted) for row in result.scored]
         for result in results
         if result.unit == "step time, s"
     }

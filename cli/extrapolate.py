@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, err, exit_codes, out, print_json
+from scaletrace.cli.common import document, err, exit_codes, out, print_json, read_job
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.calibrate import Evidence
@@ -17,38 +17,32 @@ if TYPE_CHECKING:
 SIZES = "8,16,32,64,128,256,512,1024"
 
 
+_CLUSTER = typer.Option(help="Cluster of the catalog, or a YAML file; default: what the trace looks like.")
+_NOISE = typer.Option(help="Jitter and slow ranks, as residual=0.02,static=0.01,tail=pareto; default: measured.")
+_OVERLAP = typer.Option(help="How much slower compute runs beside a collective (0.2); default: measured.")
+_BUCKETS = typer.Option(help="DDP gradient buckets of this many MiB; default: measured.")
+_EVIDENCE = typer.Option(help="Output of nccl-tests as further evidence, as RANKS:FILE; may be repeated.")
+_FLOP = typer.Option(help="FLOP of one step on one GPU, for MFU; default: from shapes.")
+_KNEE = typer.Option(help="A doubling that gives less than this share of double is the knee.")
+_TIMELINES = typer.Option(help="Sizes whose predicted timeline is written beside it as a .pftrace, as 64,1024.")
+
+
 def extrapolate(
     path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
     gpus: Annotated[str, typer.Option(help="Sizes to predict, as 16,64,256.")] = SIZES,
-    cluster: Annotated[
-        str, typer.Option(help="Cluster of the catalog, or a YAML file; default: what the trace looks like.")
-    ] = "",
+    cluster: Annotated[str, _CLUSTER] = "",
     layout: Annotated[str, typer.Option(help="Layout to use at every size, as fsdp=8 (dp fills up).")] = "",
     strong: Annotated[bool, typer.Option("--strong/--weak", help="Keep the global batch / the work of a GPU.")] = False,
-    noise: Annotated[
-        str, typer.Option(help="Jitter and slow ranks, as residual=0.02,static=0.01,tail=pareto; default: measured.")
-    ] = "",
-    overlap_slowdown: Annotated[
-        float | None, typer.Option(help="How much slower compute runs beside a collective (0.2); default: measured.")
-    ] = None,
+    noise: Annotated[str, _NOISE] = "",
+    overlap_slowdown: Annotated[float | None, _OVERLAP] = None,
     nics: Annotated[int | None, typer.Option(help="NICs of a node that one group drives at most.")] = None,
-    bucket_mb: Annotated[
-        float | None, typer.Option(help="DDP gradient buckets of this many MiB; default: measured.")
-    ] = None,
-    nccl_tests: Annotated[
-        list[str] | None, typer.Option(help="Output of nccl-tests as further evidence, as RANKS:FILE; may be repeated.")
-    ] = None,
+    bucket_mb: Annotated[float | None, _BUCKETS] = None,
+    nccl_tests: Annotated[list[str] | None, _EVIDENCE] = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens of one step on one GPU, for tokens/s.")] = None,
-    flop: Annotated[
-        float | None, typer.Option(help="FLOP of one step on one GPU, for MFU; default: from shapes.")
-    ] = None,
-    knee: Annotated[
-        float, typer.Option(help="A doubling that gives less than this share of double is the knee.")
-    ] = 0.8,
+    flop: Annotated[float | None, _FLOP] = None,
+    knee: Annotated[float, _KNEE] = 0.8,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where curve.json goes.")] = Path("curve.json"),
-    timelines: Annotated[
-        str, typer.Option(help="Sizes whose predicted timeline is written beside it as a .pftrace, as 64,1024.")
-    ] = "",
+    timelines: Annotated[str, _TIMELINES] = "",
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the files, print nothing.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
@@ -62,13 +56,12 @@ def extrapolate(
         from scaletrace.extrapolate.curve import extrapolate as stretch
         from scaletrace.extrapolate.layout import Layout
         from scaletrace.parse.build import build
-        from scaletrace.parse.load import load
+        from scaletrace.view.progress import progress
 
         sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
         evidence = [piece for entry in nccl_tests or [] for piece in _nccl_tests(entry)]
-        job = load(path)
-        curve = stretch(
-            build(job),
+        built = build(read_job(path))
+        options: dict[str, Any] = dict(
             cluster=Cluster.load(cluster) if cluster else None,
             sizes=sizes,
             layout=Layout.parse(layout) if layout else None,
@@ -82,6 +75,8 @@ def extrapolate(
             flop_per_step_per_gpu=flop,
             knee_share=knee,
         )
+        with progress("stretching the job", err):
+            curve = stretch(built, **options)
         answer = document("scaletrace.extrapolate/1", path, curve.health.to_json(), **curve.to_json_parts())
         _write(answer, curve, output, shown)
         if json_:

@@ -149,9 +149,7 @@ def prepare(
     ranks = max(built.job.world_size, len(real_ranks(built.graph)))
     graph = with_groups(built.graph, ranks, health)
     graph = replace(graph, instance=instance_of_hubs(graph))
-    timeline = replay(graph)
-    shared_link = cluster.tiers[0].link is Link.TCP
-    alone = unshared_ns(graph, timeline.start_ns, timeline.end_ns) if shared_link else graph.dur_ns
+    _, alone = _replayed(graph, cluster)
     found = [*evidence(graph, alone), *more_evidence]
     calibration = calibrate(found, cluster)
     graph = with_sizes(graph, alone, cluster, health)
@@ -162,19 +160,41 @@ def prepare(
         graph, optimizer = _with_replicas(graph, optimizer, health)
     if bucket_bytes is not None:
         graph, optimizer = _with_buckets(graph, optimizer, bucket_bytes, cluster, calibration, health)
-    if len(graph) != len(timeline.start_ns):
-        timeline = replay(graph)
-        alone = unshared_ns(graph, timeline.start_ns, timeline.end_ns) if shared_link else graph.dur_ns
     _warn_data_axis(graph, health)
-    unmodelled = sum(item.kind not in FAMILY for item in graph.collectives)
-    if unmodelled:
-        health.guessed["collectives of a kind without a cost model, which keep their measured time"] += unmodelled
+    base = _assembled(graph, optimizer, ranks, layout, cluster, calibration, health)
+    return replace(
+        base,
+        noise=noise or base.noise,
+        slowdown=base.slowdown if slowdown is None else Slowdown((slowdown, slowdown), {}, "given"),
+        tokens_per_step=_model(built.job, "tokens_per_step"),
+        flop_per_step=_model(built.job, "flops_per_step") or step_flop(built.job),
+        rebuilt="bucket size" if bucket_bytes is not None else "",
+        units=units,
+    )
+
+
+def _replayed(graph: Graph, cluster: Cluster) -> tuple[Timeline, IntArray]:
+    """The plain replay, and durations with transfers as they would be alone on their rank's link (int64[n])."""
+    timeline = replay(graph)
+    if cluster.tiers[0].link is Link.TCP:
+        return timeline, unshared_ns(graph, timeline.start_ns, timeline.end_ns)
+    return timeline, graph.dur_ns
+
+
+def _assembled(
+    graph: Graph,
+    optimizer: BoolArray,
+    ranks: int,
+    layout: Layout,
+    cluster: Cluster,
+    calibration: Calibration,
+    health: Health,
+) -> Base:
+    """What the final graph tells of overlap, noise and jitter, beside what was found on the way."""
+    timeline, alone = _replayed(graph, cluster)
     share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
-    measured = overlap.measure(graph, share, cluster.device.overlap_slowdown)
-    if slowdown is not None:
-        measured = Slowdown((slowdown, slowdown), {}, "given")
     chosen = representatives(graph)
-    spread = serialised(graph) if shared_link else graph
+    spread = serialised(graph) if cluster.tiers[0].link is Link.TCP else graph
     return Base(
         graph=graph,
         dur_ns=graph.dur_ns,
@@ -184,18 +204,14 @@ def prepare(
         layout=layout,
         cluster=cluster,
         calibration=calibration,
-        slowdown=measured,
+        slowdown=overlap.measure(graph, share, cluster.device.overlap_slowdown),
         share=share,
-        noise=noise or _across_nodes(measure_noise(graph), ranks, cluster),
+        noise=_across_nodes(measure_noise(graph), ranks, cluster),
         folded=fold(keep_nodes(spread, chosen), _reach(graph)),
         chosen=chosen,
         optimizer=optimizer,
         jitter_s=_jitter_s(graph, timeline),
         step_s=float(np.median(step_times_ns(graph, timeline.start_ns, timeline.end_ns))) * 1e-9,
-        tokens_per_step=_model(built.job, "tokens_per_step"),
-        flop_per_step=_model(built.job, "flops_per_step") or step_flop(built.job),
-        rebuilt="bucket size" if bucket_bytes is not None else "",
-        units=units,
         health=health,
     )
 
@@ -276,7 +292,10 @@ def _warn(found: Sequence[Evidence], cluster: Cluster, health: Health) -> None:
 
 
 def _warn_data_axis(graph: Graph, health: Health) -> None:
-    """Say so where growing the data axis would add ranks that never talk."""
+    """Say so where growing the data axis would add ranks that never talk, or what they say has no cost model."""
+    unmodelled = sum(item.kind not in FAMILY for item in graph.collectives)
+    if unmodelled:
+        health.guessed["collectives of a kind without a cost model, which keep their measured time"] += unmodelled
     axes = {axis_of(graph.groups[item.group].axis) for item in graph.collectives if item.group >= 0}
     if not axes & set(DATA_AXES):
         health.note(

@@ -156,6 +156,31 @@ def _meet_exact(arrivals: Floats, reach: int, shape: tuple[int, int, int], boost
 
 
 @jit
+def _members(
+    v: int, first: int, last: int, pred: Int32Array, role: ByteArray, instance: Int32Array
+) -> tuple[int, bool]:
+    """How many arrivals of its own instance a node joins, and whether a hub has joined them already."""
+    members, hub = 0, False
+    if role[v] == MEET:
+        for e in range(first, last):
+            if instance[pred[e]] == instance[v]:
+                hub = hub or role[pred[e]] == MEET
+                members += role[pred[e]] == ARRIVE
+    return members, hub
+
+
+@jit
+def _shaped(arrivals: Floats, out: Floats) -> int:
+    """Write the standardised latest arrivals of each column to `out`; 1 if they differ at all, else 0."""
+    best = _columnwise(arrivals)
+    width = _spread(best)
+    if width > 0:
+        out[:] = (best - best.mean()) / width
+        return 1
+    return 0
+
+
+@jit
 def sweep_columns(
     dur_ns: Floats,
     segment: Int32Array,
@@ -190,12 +215,7 @@ def sweep_columns(
     for v in range(nodes):
         t = np.full(columns, -1e300)
         first, last = pred_ptr[v], pred_ptr[v + 1]
-        members, hub = 0, False
-        if role[v] == MEET:
-            for e in range(first, last):
-                if instance[pred[e]] == instance[v]:
-                    hub = hub or role[pred[e]] == MEET
-                    members += role[pred[e]] == ARRIVE
+        members, hub = _members(v, first, last, pred, role, instance)
         row = (segment[v] * classes + cls[v]) % noise.shape[0]
         arrivals = np.empty((members, columns))
         m = 0
@@ -218,11 +238,7 @@ def sweep_columns(
             else:
                 met = _meet(arrivals, far, shape, n, gain, luck[v % luck.shape[0]])
             if filled < shapes.shape[0] and far >= OUTER:
-                best = _columnwise(arrivals)
-                width = _spread(best)
-                if width > 0:
-                    shapes[filled] = (best - best.mean()) / width
-                    filled += 1
+                filled += _shaped(arrivals, shapes[filled])
             for j in range(columns):
                 t[j] = max(t[j], met[j])
         for j in range(columns):

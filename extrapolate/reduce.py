@@ -88,9 +88,9 @@ def longest_paths(
                 dst.append(n + c)
                 fixed.append(best[c] - best_part[c])
                 varied.append(best_part[c])
-    m = len(src) - 1
-    sources, targets = np.empty(m, np.int32), np.empty(m, np.int32)
-    plain, noise = np.empty(m), np.empty(m)
-    for i in range(m):
-        sources[i], targets[i], plain[i], noise[i] = src[i + 1], dst[i + 1], fixed[i + 1], varied[i + 1]
-    return sources, targets, plain, noise
+    return (
+        np.array(src[1:], dtype=np.int32),
+        np.array(dst[1:], dtype=np.int32),
+        np.array(fixed[1:]),
+        np.array(varied[1:]),
+    )

@@ -61,20 +61,20 @@ def extrapolate(
         sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
         evidence = [piece for entry in nccl_tests or [] for piece in _nccl_tests(entry)]
         built = build(read_job(path))
-        options: dict[str, Any] = dict(
-            cluster=Cluster.load(cluster) if cluster else None,
-            sizes=sizes,
-            layout=Layout.parse(layout) if layout else None,
-            weak=not strong,
-            evidence=evidence,
-            noise=_noise(noise) if noise else None,
-            overlap_slowdown=overlap_slowdown,
-            nics=nics,
-            bucket_bytes=round(bucket_mb * 2**20) if bucket_mb is not None else None,
-            tokens_per_step_per_gpu=tokens,
-            flop_per_step_per_gpu=flop,
-            knee_share=knee,
-        )
+        options: dict[str, Any] = {
+            "cluster": Cluster.load(cluster) if cluster else None,
+            "sizes": sizes,
+            "layout": Layout.parse(layout) if layout else None,
+            "weak": not strong,
+            "evidence": evidence,
+            "noise": _noise(noise) if noise else None,
+            "overlap_slowdown": overlap_slowdown,
+            "nics": nics,
+            "bucket_bytes": round(bucket_mb * 2**20) if bucket_mb is not None else None,
+            "tokens_per_step_per_gpu": tokens,
+            "flop_per_step_per_gpu": flop,
+            "knee_share": knee,
+        }
         with progress("stretching the job", err):
             curve = stretch(built, **options)
         answer = document("scaletrace.extrapolate/1", path, curve.health.to_json(), **curve.to_json_parts())

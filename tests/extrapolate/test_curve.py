@@ -226,3 +226,22 @@ def test_sizes_that_do_not_fit_are_refused(gathers: Base) -> None:
         extrapolate(_fsdp(), sizes=[])
     with pytest.raises(UsageError, match="multiple of 8"):
         stretch(replace(gathers, layout=Layout(dp=2, fsdp=8)), 12, Options())
+
+
+def test_eight_h100_are_stretched_with_honest_origins(shared_data: Path) -> None:
+    """A public job of one node: beyond it communication is the prior's, overlap and compute are measured, steps only grow."""
+    curve = extrapolate(load(shared_data / "traces" / "nanogpt8_h100"), sizes=[8, 16, 128, 1024])
+    first, *rest = curve.points
+    times = [point.p50_s for point in curve.points]
+
+    assert ("dgx_h100", Layout(fsdp=8)) == (curve.base.cluster.name, first.layout)
+    assert "measured" == first.provenance["communication"] and first.low_s < first.p50_s < first.high_s
+    assert {("prior", "measured", "measured", "prior")} == {
+        (p.provenance["communication"], p.provenance["compute"], p.provenance["overlap"], p.provenance["stragglers"])
+        for p in rest
+    }
+    assert times == sorted(times)
+    assert 0.1 < (first.mfu or 0.0) < 0.6
+    widths = [(point.high_s - point.low_s) / point.p50_s for point in curve.points]
+    assert widths[0] < widths[-1]
+    assert curve.health.guessed and any("guess" in note for note in curve.health.notes)

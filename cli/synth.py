@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scaletrace.cli.common import document, err, exit_codes, out, print_json
-from scaletrace.errors import UsageError
+from scaletrace.errors import LimitError, UsageError
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.described.planned import Described, Item
     from scaletrace.traces.synth import Instruction, SynthJob
 
 _CALIBRATED = 1e-4
+_MOST_RANKS = 1 << 20
+_RECORDS_PER_LAYER = 120
+_MOST_RECORDS = 20_000_000
+"""About 8 GB of files and as much memory."""
 
 
 def synth(
@@ -53,6 +57,7 @@ def synth(
         target_s = _target_s(described, step_time, mfu)
         faults = [Fault.parse(text) for text in fault or ()]
         chosen = _ranks(described, ranks)
+        _check_size(described, len(chosen), steps)
         with progress("calibrating" if target_s else "planning", err) as advance:
             scale, job = _calibrated(described, chosen, steps, target_s)
             advance(1, 2, f"writing {len(chosen)} ranks")
@@ -101,6 +106,8 @@ def _ranks(described: Described, text: str) -> tuple[int, ...]:
     from scaletrace.extrapolate.described.expand import distinct_ranks
 
     world = described.layout.ranks
+    if world > _MOST_RANKS:
+        raise LimitError(f"a world of {world:,} ranks; its groups are listed rank by rank up to {_MOST_RANKS:,}")
     if text == "distinct":
         return distinct_ranks(described.layout)
     if text == "all":
@@ -112,6 +119,17 @@ def _ranks(described: Described, text: str) -> tuple[int, ...]:
     if chosen[0] < 0 or chosen[-1] >= world:
         raise UsageError(f"--ranks {text!r}: the world has ranks 0 to {world - 1}")
     return chosen
+
+
+def _check_size(described: Described, ranks: int, steps: int) -> None:
+    """Refuse what would not fit into memory, before it is built."""
+    layers = -(-described.model.layers // described.layout.pp)
+    records = ranks * steps * described.micro_batches * layers * _RECORDS_PER_LAYER
+    if records > _MOST_RECORDS:
+        raise LimitError(
+            f"about {records:,} records in {ranks} ranks and {steps} steps, more than {_MOST_RECORDS:,}; "
+            "write fewer ranks (--ranks), steps (--steps), microbatches or layers"
+        )
 
 
 def _calibrated(

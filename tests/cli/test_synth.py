@@ -164,6 +164,24 @@ def test_wrong_usage_is_one_sentence_and_exit_code_two(
     assert message in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--layout", "fsdp=9999999"), "a world of 9,999,999 ranks"),
+        (("--layout", "fsdp=1024", "--ranks", "all", "--steps", "1000"), "write fewer ranks"),
+        (("--layout", "dp=1,microbatches=99999999"), "write fewer ranks"),
+    ],
+)
+def test_sizes_that_can_not_be_written_are_refused_at_once(
+    app: typer.Typer, tiny: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    """A limit is named before memory runs out; exit code 1."""
+    code, out, err = ask(app, "--model", tiny, "--out", tmp_path / "run", *arguments)
+
+    assert (1, "") == (code, out)
+    assert message in " ".join(err.split())
+
+
 def test_quiet_prints_nothing(app: typer.Typer, tiny: Path, tmp_path: Path) -> None:
     """The exit code tells."""
     assert (0, "", "") == ask(app, "--model", tiny, "--layout", "fsdp=2", "--out", tmp_path / "run", "--quiet")

@@ -14,7 +14,6 @@ from scaletrace.extrapolate import overlap
 from scaletrace.extrapolate.anatomy import dissect
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
-from scaletrace.extrapolate.columns import BOTH, NONE
 from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import FAMILY, Calibration, collective_seconds
 from scaletrace.extrapolate.flops import step_flop
@@ -207,7 +206,7 @@ def _assembled(
         slowdown=overlap.measure(graph, share, cluster.device.overlap_slowdown),
         share=share,
         noise=_across_nodes(measure_noise(graph), ranks, cluster),
-        folded=fold(keep_nodes(spread, chosen), _reach(graph)),
+        folded=fold(keep_nodes(spread, chosen)),
         chosen=chosen,
         optimizer=optimizer,
         jitter_s=_jitter_s(graph, timeline),
@@ -302,13 +301,6 @@ def _warn_data_axis(graph: Graph, health: Health) -> None:
             "The trace holds no collective of a data axis, so more data-parallel ranks cost nothing here; "
             "record the job with at least two of them to have gradients synchronised."
         )
-
-
-def _reach(graph: Graph) -> npt.NDArray[np.uint8]:
-    """Messages between two ranks stay in one column; all other collectives reach the whole population."""
-    local = ("send", "recv")
-    reach = [NONE if item.kind in local else BOTH for item in graph.collectives]
-    return np.array(reach or [BOTH], np.uint8)
 
 
 def representatives(graph: Graph) -> BoolArray:

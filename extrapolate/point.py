@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from scaletrace.extrapolate import overlap
 from scaletrace.extrapolate.base import Base
+from scaletrace.extrapolate.columns import BOTH, INNER, NONE, OUTER
 from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import Provenance
 from scaletrace.extrapolate.layout import Layout, scaled
@@ -18,7 +19,7 @@ from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.steps import Shares, shares, step_times_ns, step_window
 from scaletrace.extrapolate.stragglers import Population, expected_step_ns
 from scaletrace.extrapolate.transfers import Scaled, rescale
-from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.events import BoolArray, ByteArray, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.replay.engine import replay
 from scaletrace.replay.timeline import Timeline
@@ -132,15 +133,41 @@ def _step_s(graph: Graph, timeline: Timeline) -> float:
     return float(np.median(step_times_ns(graph, timeline.start_ns, timeline.end_ns))) * 1e-9
 
 
-def straggler_s(base: Base, gpus: int, dur_ns: IntArray, steps: int) -> float:
-    """What waiting for the slowest of `gpus` ranks adds to a step, beyond what the measured ranks already showed."""
+def straggler_s(base: Base, graph: Graph, gpus: int, dur_ns: IntArray, steps: int) -> float:
+    """What waiting for the slowest of `gpus` ranks adds to a step, beyond what the measured ranks already showed.
+
+    graph is the stretched one: its groups say which collectives hold up whom.
+    """
     if gpus <= base.ranks:
         return 0.0
-    classes = max(1, base.folded.class_count)
     picked = dur_ns[base.chosen]
-    many = expected_step_ns(base.folded, Population(max(1, gpus // classes)), base.noise, picked)
-    few = expected_step_ns(base.folded, Population(max(1, base.ranks // classes)), base.noise, picked)
+    many, few = (
+        expected_step_ns(replace(base.folded, reach=reach), population, base.noise, picked)
+        for population, reach in (
+            spread_of(graph, gpus, base.folded.class_count),
+            spread_of(base.graph, base.ranks, base.folded.class_count),
+        )
+    )
     return max(0.0, many - few) * 1e-9 / max(1, steps)
+
+
+def spread_of(graph: Graph, ranks: int, classes: int) -> tuple[Population, ByteArray]:
+    """The population of each class, and how far each collective reaches in it (columns.NONE … BOTH).
+
+    Neighbours in groups smaller than the population (tensor parallel ranks, the shards of HSDP) form its inner axis;
+    groups that stand apart cross it, and groups of all ranks reach everywhere.
+    """
+    total = max(1, ranks // max(1, classes))
+    sizes = [graph.groups[item.group] if item.group >= 0 else None for item in graph.collectives]
+    near = [g.size for g in sizes if g is not None and 1 < g.size < total and g.stride <= 1]
+    inner = max((size for size in near if total % size == 0), default=1)
+    reach = np.full(max(1, len(sizes)), BOTH, np.uint8)
+    for at, (item, group) in enumerate(zip(graph.collectives, sizes, strict=True)):
+        if item.kind in ("send", "recv") or (group is not None and group.size == 1):
+            reach[at] = NONE
+        elif group is not None and group.size < total and inner > 1:
+            reach[at] = INNER if group.stride <= 1 else OUTER
+    return Population(max(1, total // inner), inner), reach
 
 
 def evaluate(base: Base, gpus: int, options: Options) -> Point:
@@ -152,7 +179,7 @@ def evaluate(base: Base, gpus: int, options: Options) -> Point:
         # More ranks never help under weak scaling; only less intense transfers beside compute would say so.
         step_s = max(step_s, base.step_s)
     all_steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
-    lost_s = straggler_s(base, gpus, done.scaled.dur_ns, all_steps)
+    lost_s = straggler_s(base, graph, gpus, done.scaled.dur_ns, all_steps)
     comm_low, comm_high = _communication_band(graph, done.scaled, step_s)
     noise_sigma = lost_s * (PRIOR_NOISE_FACTOR if "prior" in base.noise.source else MEASURED_NOISE_FACTOR)
     known = base.slowdown.pairs > 0 or base.slowdown.source == "given"

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.base import Base, prepare
 from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.columns import BOTH, INNER, NONE, OUTER
 from scaletrace.extrapolate.curve import ScalingCurve, benchmark_next, dominates, extrapolate, knee
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layout import Layout
-from scaletrace.extrapolate.point import Options, Point, evaluate, stretch
+from scaletrace.extrapolate.point import Options, Point, evaluate, spread_of, stretch
 from scaletrace.extrapolate.steps import shares, step_times_ns
 from scaletrace.extrapolate.stragglers import Noise
 from scaletrace.parse.build import Built, Quality, build
@@ -139,6 +140,19 @@ def test_a_described_straggler_population_costs_a_known_share() -> None:
     assert 0.0 == quiet.straggler_fraction
     assert 0.0 < noisy.straggler_fraction < 0.15
     assert noisy.p50_s == pytest.approx(quiet.p50_s / (1 - noisy.straggler_fraction), rel=1e-6)
+
+
+def test_groups_of_neighbours_wait_for_each_other_only() -> None:
+    """TP of 8 inside 512 ranks is the inner axis, its DP groups cross it, a world-wide norm reaches everyone."""
+    groups = [GraphGroup("tp", 8, 1), GraphGroup("dp", 64, 8), GraphGroup("world", 512, 1), GraphGroup("fsdp", 1, 0)]
+    draft = Draft(groups=groups)
+    for group in range(4):
+        draft.collective("all_reduce", group, 8, [(0, [])])
+    draft.collective("send", 1, 8, [(0, [])])
+    population, reach = spread_of(draft.graph(), 512, 1)
+
+    assert (64, 8) == (population.outer, population.inner)
+    assert [INNER, OUTER, BOTH, NONE, NONE] == reach.tolist()
 
 
 def test_compute_and_exposed_communication_are_shares_of_the_step(gathers: Base) -> None:

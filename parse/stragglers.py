@@ -24,10 +24,10 @@ from scaletrace.parse.match_device import communication_kernels
 from scaletrace.parse.members import KIND
 
 _SYNC = tuple(KIND[kind] for kind in (*SYNCHRONISING, "custom"))
-_SHARE_OF_STEP = 0.1
-_TIMES_NEXT = 2.0
+_SHARE_OF_STEP = 0.05
+_SHARE_OF_PEERS = 0.25
 _LINK_RATIO = 1.3
-_LINK_SAMPLES = 3
+_LINK_SAMPLES = 5
 _LINK_FLOOR_NS = 20_000
 
 
@@ -38,6 +38,8 @@ class RankShare:
     delay_ns        the longest time that any other rank waited for this one
     caused_wait_ns  the waits of all other ranks for this one, summed over ranks
     waited_ns       how long this rank waited for others
+    behind_ns       how much longer every other rank (of the same pipeline stage) waited at least; what the job would
+                    gain if this rank kept pace. Negative where another rank waited less
     compute_ns      time in own work: kernels, or operators where there is no device
     extra_compute_ns  compute beyond the median of the other ranks (of the same pipeline stage)
     transfer_excess_ns  transfer time beyond that of sister groups
@@ -48,6 +50,7 @@ class RankShare:
     delay_ns: int
     caused_wait_ns: int
     waited_ns: int
+    behind_ns: int
     compute_ns: int
     extra_compute_ns: int
     transfer_excess_ns: int
@@ -55,7 +58,11 @@ class RankShare:
 
 
 def straggler_summary(job: Job) -> tuple[RankShare, ...]:
-    """One row per rank, the one that holds the others up most first."""
+    """One row per rank, the one that holds the others up most first.
+
+    A rank that was itself made late passes its delay on, so the culprit is not who is late but who is late without
+    having waited.
+    """
     steps = max((len(trace.steps) for trace in job.ranks), default=0) or 1
     step_ns = _step_ns(job, steps)
     delay, caused, waited = _waits(job)
@@ -64,33 +71,30 @@ def straggler_summary(job: Job) -> tuple[RankShare, ...]:
     stage = _stages(job)
     rows = []
     for trace in job.ranks:
-        others = [ns for rank, ns in compute.items() if rank != trace.rank and stage[rank] == stage[trace.rank]]
-        extra = compute[trace.rank] - int(np.median(others)) if others else 0
-        rows.append(
-            RankShare(
-                trace.rank,
-                delay[trace.rank] // steps,
-                caused[trace.rank] // steps,
-                waited[trace.rank] // steps,
-                compute[trace.rank],
-                extra,
-                excess[trace.rank] // steps,
-            )
+        rank = trace.rank
+        peers = [one.rank for one in job.ranks if one.rank != rank and stage[one.rank] == stage[rank]]
+        less = [(waited[peer] - waited[rank]) // steps for peer in peers]
+        row = RankShare(
+            rank,
+            delay[rank] // steps,
+            caused[rank] // steps,
+            waited[rank] // steps,
+            min(less, default=0),
+            compute[rank],
+            compute[rank] - int(np.median([compute[peer] for peer in peers])) if peers else 0,
+            excess[rank] // steps,
         )
-    ordered = sorted(rows, key=lambda row: (-row.delay_ns, row.rank))
-    return tuple(_with_cause(row, ordered, step_ns) for row in ordered)
+        rows.append(replace(row, cause=_cause(row, float(np.median(less)) if less else 0.0, step_ns)))
+    return tuple(sorted(rows, key=lambda row: (not row.cause, -row.delay_ns, row.rank)))
 
 
-def _with_cause(row: RankShare, rows: list[RankShare], step_ns: int) -> RankShare:
-    """A rank is named when its delay is a tenth of the step and twice that of the next one."""
-    rest = [other.delay_ns for other in rows if other.rank != row.rank]
-    stands_out = row.delay_ns >= _SHARE_OF_STEP * step_ns and row.delay_ns >= _TIMES_NEXT * max(rest, default=0)
-    cause = ""
-    if row.delay_ns > 0 and stands_out:
-        cause = "computes longer" if 2 * row.extra_compute_ns >= row.delay_ns else "launches later"
-    elif row.transfer_excess_ns >= max(_LINK_FLOOR_NS, _SHARE_OF_STEP * step_ns / 10):
-        cause = "transfers longer"
-    return replace(row, cause=cause)
+def _cause(row: RankShare, less_ns: float, step_ns: int) -> str:
+    """A rank is named when others wait a twentieth of the step for it, when half of its peers wait so much longer than
+    it does, and when every peer waits a good part of that."""
+    limit = _SHARE_OF_STEP * step_ns
+    if row.delay_ns > 0 and min(row.delay_ns, less_ns) >= limit and row.behind_ns >= _SHARE_OF_PEERS * less_ns:
+        return "computes longer" if 2 * row.extra_compute_ns >= row.behind_ns else "launches later"
+    return "transfers longer" if row.transfer_excess_ns >= max(_LINK_FLOOR_NS, limit / 5) else ""
 
 
 def _step_ns(job: Job, steps: int) -> int:

@@ -152,6 +152,28 @@ def test_a_slow_rank_and_a_late_host_are_told_apart(tmp_path: Path, host_late: b
     assert [("", 2_000_000)] * 2 == [(share.cause, share.waited_ns) for share in rest]
 
 
+def test_a_rank_that_was_made_late_is_not_the_culprit(tmp_path: Path) -> None:
+    """Rank 1 is late in its tensor-parallel group; rank 0, which waited there, is late in its own data-parallel group."""
+    groups = [("0", "default_pg", range(4)), ("1", "mesh_tp", (0, 1)), ("2", "mesh_tp", (2, 3))]
+    groups += [("3", "mesh_dp", (0, 2)), ("4", "mesh_dp", (1, 3))]
+    late = 1_000
+    ranks: dict[int, list[Event]] = {}
+    for r in range(4):
+        tp, dp = 1 + r // 2, 3 + r % 2
+        first = 100 + (late if r == 1 else 0)
+        second = 200 + (late if r in (0, 1) else 0)
+        listed = {1: "[0, 1]", 2: "[2, 3]", 3: "[0, 2]", 4: "[1, 3]"}
+        both = ((tp, first, 150 + (late if tp == 1 else 0)), (dp, second, 250 + late))
+        ranks[r] = [step(0, 0, 5_000)]
+        for k, (group, start, end) in enumerate(both):
+            more = {"Process Group Name": str(group), "Process Group Ranks": listed[group]}
+            ranks[r] += nccl("allreduce", 10 * k, start, end, k + 1, Seq=1, **more)
+    first_, *rest = straggler_summary(loaded(tmp_path, ranks, groups=groups))
+
+    assert (1, "launches later", 1_000_000) == (first_.rank, first_.cause, first_.behind_ns)
+    assert ["", "", ""] == [share.cause for share in rest]
+
+
 def test_nobody_is_named_where_all_keep_pace(tmp_path: Path) -> None:
     """Equal ranks have no straggler."""
     assert ["", "", ""] == [share.cause for share in straggler_summary(loaded(tmp_path, training(0, 1_000)))]

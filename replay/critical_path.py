@@ -14,8 +14,8 @@ from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, EdgeSource, Graph, NodeKind
 from scaletrace.replay.timeline import Timeline
 
-COMPUTE = frozenset({NodeKind.KERNEL})
-COMMUNICATION = frozenset({NodeKind.TRANSFER})
+MOST_LOOKS = 500
+"""Chains that the search for the next paths looks at, at most."""
 _SHARE = {
     NodeKind.KERNEL: "compute",
     NodeKind.COPY: "memory",
@@ -234,11 +234,13 @@ def next_paths(timeline: Timeline, count: int = 5, differ: float = 0.2) -> list[
     found = [(timeline.makespan_ns, first)]
     used = np.zeros(len(graph), np.bool_)
     used[first] = True
+    looked = 0
     for edge in np.argsort(-through, kind="stable").tolist():
-        if len(found) > count:
+        if len(found) > count or looked >= MOST_LOOKS:
             break
         if used[dst[edge]]:
             continue
+        looked += 1
         nodes = _through(timeline, following, int(graph.pred[edge]), int(dst[edge]))
         if _new_share(nodes, used, dur) >= differ:
             found.append((int(through[edge]), nodes))

@@ -23,11 +23,12 @@ from scaletrace.replay.accuracy import (
     without_stalls,
 )
 from scaletrace.replay.breakdown import RankBreakdown, breakdown
-from scaletrace.replay.critical_path import CriticalPath, critical_path
+from scaletrace.replay.critical_path import CriticalPath, critical_path, next_paths
 from scaletrace.replay.engine import replay
 from scaletrace.replay.stragglers import Straggler, stragglers
 from scaletrace.replay.timeline import Timeline
 
+NEXT_PATHS = 3
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -123,7 +124,7 @@ class ReplayResult:
 
 
 def path_json(path: CriticalPath, most: int = 500) -> dict[str, Any]:
-    """The `critical_path` part: the longest `most` segments in order of time, what the rest sums to, and shares."""
+    """The `critical_path` part: the longest `most` segments in order of time, what the rest sums to, shares, next paths."""
     segments = path.segments()
     kept = sorted(range(len(segments)), key=lambda at: -int(str(segments[at]["dur_ns"])))[:most]
     shown = [segments[at] for at in sorted(kept)]
@@ -144,6 +145,11 @@ def path_json(path: CriticalPath, most: int = 500) -> dict[str, Any]:
         "stall_share": shares["stall"],
         "by_axis_ns": path.time_by("axis"),
         "by_rank_ns": path.time_by("rank"),
+        "by_layer_ns": path.time_by("layer"),
+        "next": [
+            {"length_ns": length, "ends_with": path.timeline.graph.name_of(int(nodes[-1])), "nodes": len(nodes)}
+            for length, nodes in next_paths(path.timeline, NEXT_PATHS)[1:]
+        ],
     }
 
 

@@ -26,9 +26,15 @@ def results(tables: Path) -> list[Result]:
     rows = [row for row in read_table(tables, "collectives.csv") if row["source_id"] == "fernandez_fig2"]
     table = [row for row in rows if float(row["size_bytes"]) >= SMALLEST]
     outliers = _outliers(rows)
-    fit = [FitRow(Config.of(row), float(row["time_us"])) for row in table if int(row["nodes"]) <= LARGEST_FITTED_NODES]
+    fit = [
+        FitRow(Config.of(row), float(row["time_us"]))
+        for row in table
+        if int(float(row["nodes"])) <= LARGEST_FITTED_NODES
+    ]
     held = [
-        HeldOutRow(Config.of(row), float(row["time_us"])) for row in table if int(row["nodes"]) > LARGEST_FITTED_NODES
+        HeldOutRow(Config.of(row), float(row["time_us"]))
+        for row in table
+        if int(float(row["nodes"])) > LARGEST_FITTED_NODES
     ]
     law = calibrate(_fit, fit)
     flat = calibrate(lambda rows: _flat(rows), fit)
@@ -96,7 +102,7 @@ def _label(config: Config) -> str:
 
 def _outliers(rows: Table) -> list[str]:
     """Points more than 10 % off the geometric mean of their neighbours in size (half and double) at the same nodes."""
-    times = {(int(row["nodes"]), round(float(row["size_bytes"]) / 2**20)): float(row["time_us"]) for row in rows}
+    times = {(int(float(row["nodes"])), round(float(row["size_bytes"]) / 2**20)): float(row["time_us"]) for row in rows}
     found = []
     for (nodes, size), time in times.items():
         around = times.get((nodes, size // 2)), times.get((nodes, size * 2))

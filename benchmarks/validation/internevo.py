@@ -30,8 +30,8 @@ def results(tables: Path) -> list[Result]:
             continue
         row = {**row, "micro_batches": "4" if "micro_num=4" in row["notes"] else "1"}
         local = "within" in row["sharding"]
-        smallest = local and int(row["gpus"]) == 8
-        fixes_loss = local and _group(Config.of(row)) == FIXES_LOSS and int(row["gpus"]) == 16
+        smallest = local and int(float(row["gpus"])) == 8
+        fixes_loss = local and _group(Config.of(row)) == FIXES_LOSS and int(float(row["gpus"])) == 16
         if smallest or fixes_loss:
             fit.append(FitRow(Config.of(row), float(row["tokens_per_s_per_gpu"])))
         else:

@@ -55,7 +55,7 @@ def vtrain_single(tables: Path) -> tuple[list[FitRow], list[HeldOutRow]]:
     for row in read_table(tables, "vtrain_single_node.csv"):
         named = {ours: row[theirs] for ours, theirs in SINGLE.items()} | {"act_ckpt": "full"}
         seconds = float(row["iteration time (ms)"]) / 1e3
-        if named["gpus"] == "2" and named["pp"] == "1":
+        if (int(float(named["gpus"])), int(float(named["pp"]))) == (2, 1):
             fit.append(FitRow(Config.of(named), seconds))
         else:
             held.append(HeldOutRow(Config.of(named), seconds))

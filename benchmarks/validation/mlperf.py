@@ -76,7 +76,7 @@ def layout_of(config: Config, gathered_bytes: float) -> Layout:
 
 def split(table: Table) -> tuple[list[FitRow], list[HeldOutRow]]:
     """The smallest run (fewest GPUs) is fitted; every other is held out."""
-    ordered = sorted(table, key=lambda row: (int(row["gpus"]), -float(row["grad_accum"])))
+    ordered = sorted(table, key=lambda row: (int(float(row["gpus"])), -float(row["grad_accum"])))
     first, rest = ordered[0], ordered[1:]
     width = float(first["step_p95_s"]) - float(first["step_p05_s"])
     fit = FitRow(Config.of(first), float(first["step_median_s"]), (("jitter_width_s", width),))
@@ -125,7 +125,7 @@ def _jitter_gate(source: str, base: FitRow, table: Table, gated: bool) -> Gate:
     held = [
         HeldOutRow(Config.of(row), float(row["step_p95_s"]) - float(row["step_p05_s"]))
         for row in table
-        if int(row["gpus"]) > base.config.whole("gpus")
+        if int(float(row["gpus"])) > base.config.whole("gpus")
     ]
     factors = []
     for row in held:

@@ -86,9 +86,9 @@ def fit_overlap_loss(rows: Sequence[FitRow], on: Device) -> float:
 def split(table: Table, accelerator: str, smallest: int) -> tuple[list[FitRow], list[HeldOutRow], int]:
     """Each model's smallest run is fitted, MPT-1B at 256 H100 fixes λ, the rest is held out; and how many were left out."""
     fit, held, left_out = [], [], 0
-    rows = [facts(row) for row in table if row["accelerator"] == accelerator and int(row["gpus"]) >= smallest]
+    rows = [facts(row) for row in table if row["accelerator"] == accelerator and int(float(row["gpus"])) >= smallest]
     for name in sorted({row["model"] for row in rows}):
-        own = sorted((row for row in rows if row["model"] == name), key=lambda row: int(row["gpus"]))
+        own = sorted((row for row in rows if row["model"] == name), key=lambda row: int(float(row["gpus"])))
         first = own[0]
         if len(own) < 2:
             left_out += len(own)
@@ -98,7 +98,7 @@ def split(table: Table, accelerator: str, smallest: int) -> tuple[list[FitRow], 
             factor = float(row["mbs"]) / float(first["mbs"])
             if not 1 / SAME_MICRO_BATCH <= factor <= SAME_MICRO_BATCH:
                 left_out += 1
-            elif name == "MPT-1b" and accelerator == "h100_80gb" and int(row["gpus"]) == 256:
+            elif name == "MPT-1b" and accelerator == "h100_80gb" and int(float(row["gpus"])) == 256:
                 fit.append(FitRow(Config.of(row), float(row["tokens_per_s_per_gpu"])))
             else:
                 held.append(HeldOutRow(Config.of(row), float(row["tokens_per_s_per_gpu"])))

@@ -19,7 +19,7 @@ from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.host import layers_at, outermost, spans_of, step_of, thread_name
+from scaletrace.parse.host import gap_names, layers_at, outermost, spans_of, step_of, thread_name
 from scaletrace.parse.job import KINDS, Job, RankTrace
 
 BLOCKED_NS = 60_000
@@ -317,7 +317,8 @@ def _add_main(
     count, waiting = len(chain.at), chain.waiting
     row = _operators(events, thread, chain.at)
     name = draft.name_codes(events.strings, np.where(row >= 0, events.name[np.maximum(row, 0)], -1))
-    name[row < 0] = draft.name("between operators")
+    between = np.flatnonzero(row < 0)
+    name[between] = gap_names(draft, events, np.full(len(between), thread, np.int32), chain.at[between])
     step = step_of(chain.at, steps)
     layer = layers_at(draft, events, np.full(count, thread, np.int32), chain.at)
     order = np.argsort(np.concatenate((np.arange(count) * 2, waiting * 2 + 1)), kind="stable")

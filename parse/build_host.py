@@ -12,7 +12,7 @@ from scaletrace.parse.build_gpu import MERGED_REMAINDER_NS, NEAR_MINIMUM_NS, SLO
 from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
-from scaletrace.parse.host import LAUNCHES, Call, Calls, loader_spans, op_spans, thread_name
+from scaletrace.parse.host import LAUNCHES, Call, Calls, gap_names, loader_spans, op_spans, thread_name
 from scaletrace.parse.job import RankTrace
 from scaletrace.parse.streams import Kernels
 from scaletrace.parse.syncs import UNEXPLAINED, SyncEdges
@@ -140,7 +140,10 @@ def _host_names(
     loader = loader_spans(events).at(calls.thread[order], calls.start_ns[order] - gap // 2)
     op = np.where(loader >= 0, loader, op)
     names[:, 0] = draft.name_codes(events.strings, np.where(op >= 0, events.name[np.maximum(op, 0)], -1))
-    names[:, 0][op < 0] = draft.name("between operators")
+    between = np.flatnonzero(op < 0)
+    names[between, 0] = gap_names(
+        draft, events, calls.thread[order][between], calls.start_ns[order][between] - gap[between] // 2
+    )
     return names, loader >= 0
 
 

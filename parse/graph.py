@@ -31,6 +31,10 @@ NO_RELEASE = -(2**62)
 """`release_ns` of a node that waits for its predecessors only."""
 
 
+BETWEEN = "between operators"
+"""How the names of host stretches without an operator begin."""
+
+
 class NodeKind(IntEnum):
     """What a node stands for."""
 

@@ -13,8 +13,11 @@ from scaletrace.jit import jit
 from scaletrace.parse.build_draft import Draft
 from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS, PYTHON_CATS, RUNTIME_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, ByteArray, Events, Int32Array, IntArray
+from scaletrace.parse.graph import BETWEEN
 from scaletrace.parse.health import Health
 
+NO_PLACE = ("ProfilerStep", "gloo:")
+"""Annotations that do not say where in the program the host is."""
 LOADER = "enumerate(DataLoader)"
 _MODULE = re.compile(r"nn\.Module: (?P<module>[\w.]+)$|\((?P<path>[a-z_][\w]*(\.[\w]+)+)\)$", re.IGNORECASE)
 """A module in an annotation or frame: `nn.Module: Linear_3`, `FSDP::all_gather (blocks.0)`."""
@@ -205,6 +208,19 @@ def layers_at(draft: Draft, events: Events, lane: Int32Array, time_ns: IntArray)
     for code, path in found.items():
         table[code] = draft.layer(path)
     return np.where(row >= 0, table[events.name[np.maximum(row, 0)]], -1).astype(np.int32)
+
+
+def gap_names(draft: Draft, events: Events, lane: Int32Array, time_ns: IntArray) -> Int32Array:
+    """Names of stretches in which no operator runs: after the outermost annotation, where one says more than the step."""
+    no_place = [code for code, text in enumerate(events.strings) if text.startswith(NO_PLACE)]
+    mask = events.in_cats(*ANNOTATION_CATS) & ~np.isin(events.name, no_place)
+    row = spans_of(events, mask).at(lane, time_ns)
+    out = np.full(len(lane), draft.name(BETWEEN), np.int32)
+    codes, inverse = np.unique(events.name[row[row >= 0]], return_inverse=True)
+    if len(codes):
+        ids = np.array([draft.name(f"{BETWEEN} in {events.strings[int(code)]}") for code in codes], np.int32)
+        out[row >= 0] = ids[inverse]
+    return out
 
 
 def loader_spans(events: Events) -> Spans:

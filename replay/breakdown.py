@@ -10,11 +10,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
-from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
+from scaletrace.parse.graph import BETWEEN, EdgeKind, Graph, NodeKind
 from scaletrace.replay.timeline import Timeline
 
 PARTS = ("compute", "overlapped_comm", "exposed_comm", "memory", "stall", "host", "idle")
-BETWEEN = "between operators"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,8 @@ def _classes(graph: Graph, has_device: bool) -> tuple[npt.NDArray[np.int8], Bool
     of_kind[[NodeKind.HOST, NodeKind.LAUNCH]] = (4, 4)
     out = of_kind[graph.kind]
     if not has_device:
-        between = graph.names.index(BETWEEN) if BETWEEN in graph.names else -2
-        out[(graph.kind == NodeKind.HOST) & (graph.name != between)] = 0
+        between = [code for code, name in enumerate(graph.names) if name.startswith(BETWEEN)]
+        out[(graph.kind == NodeKind.HOST) & ~np.isin(graph.name, between)] = 0
     return out, out >= 0
 
 

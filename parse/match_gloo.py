@@ -273,7 +273,7 @@ def _row(events: Events, op: _Call, group: int, groups: Groups) -> dict[str, int
         "bytes_in": times(n_in, size),
         "bytes_out": times(n_out, size),
         "start_ns": int(events.ts_ns[first]),
-        "end_ns": int(events.end_ns[op.spans].max()),
+        "end_ns": max(int(events.ts_ns[row] + events.dur_ns[row]) for row in op.spans),
         "issue_ns": op.start,
         "turn_ns": op.start,
         "peer": members[peer] if 0 <= peer < len(members) else peer,

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -135,8 +135,7 @@ def run(settings: Settings, overwrite: bool = False, stdout_to_stderr: bool = Fa
             responder = stack.enter_context(Responder())
             settings = replace(settings, probe_port=responder.port)
         returncode = _run_job(settings, environment_for(settings), packed, responder, stdout)
-    with contextlib.suppress(OSError):
-        finish(settings, packed)
+    _carefully(lambda: finish(settings, packed), packed)
     return Outcome(returncode, settings.folder, dict(packed.ranks), tuple(dict.fromkeys(packed.notes)))
 
 
@@ -171,7 +170,15 @@ def _pack_until(settings: Settings, packed: Packed, over: threading.Event) -> No
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
     while not over.wait(POLL_S):
-        pack(settings, packed)
+        _carefully(lambda: pack(settings, packed), packed)
+
+
+def _carefully(work: Callable[[], None], packed: Packed) -> None:
+    """Do `work` on the files; whatever goes wrong there becomes a note, since the job's exit code is what counts."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  (the job has ended as it has)
+        packed.notes.append(f"packing failed: {error!r}; raw files may be left in the capture folder")
 
 
 def _die_with_launcher() -> None:

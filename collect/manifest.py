@@ -33,11 +33,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from scaletrace import __version__
 from scaletrace.collect.window import write_json
@@ -67,19 +68,30 @@ def locked(folder: Path, limit_s: float = LOCK_S) -> Iterator[bool]:
     """Hold the folder's lock; False where it can't be had in time (a file system without locks), and we go on without."""
     path = folder / ".manifest.lock"
     deadline = time.monotonic() + limit_s
-    with path.open("w") as file:
-        held = False
-        while not held:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
-            except OSError:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
-        yield held
-    if held:
-        path.unlink(missing_ok=True)
+    held = None
+    while held is None and time.monotonic() < deadline:
+        held = _try_lock(path)
+        if held is None:
+            time.sleep(0.02)
+    try:
+        yield held is not None
+    finally:
+        if held is not None:
+            path.unlink(missing_ok=True)
+            held.close()
+
+
+def _try_lock(path: Path) -> IO[str] | None:
+    """The locked file, None where somebody else has it, or where it was taken away while we waited."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino == os.fstat(file.fileno()).st_ino:
+            return file
+    except OSError:
+        pass  # held by another, or gone
+    file.close()
+    return None
 
 
 def merge(folder: Path, records: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> dict[str, Any]:

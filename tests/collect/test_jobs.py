@@ -83,7 +83,7 @@ def test_every_kind_of_parallelism(tmp_path: Path, strategy: str, ranks: int) ->
     out = tmp_path / "capture"
     command = torchrun(ranks, str(JOB), "--strategy", strategy, "--steps", "9", "--layers", layers)
     without, under = run(command), collected(out, [], command)
-    assert (0, without.stdout) == (under.returncode, under.stdout)
+    assert (0, without.stdout) == (under.returncode, under.stdout), under.stderr[-4000:]
     manifest = json.loads((out / "manifest.json").read_bytes())
     assert list(range(ranks)) == manifest["ranks"]["traced"]
     assert {(5, 7)} == {(member["first_step"], member["last_step"]) for member in manifest["members"]}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,14 @@ def test_two_launchers_fill_one_manifest(tmp_path: Path) -> None:
     assert (True, False) == ("records" in half, "records" in whole)
     assert ["slow disk"] == whole["notes"]
     assert ["manifest.json"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_many_writers_lose_nobody(tmp_path: Path) -> None:
+    """Eight ranks that merge at the same moment, from processes of their own, all end up in the manifest."""
+    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(partial(merge, tmp_path), [[record(rank, world=8)] for rank in range(8)]))
+    expected = list(range(8))
+    assert expected == json.loads((tmp_path / "manifest.json").read_bytes())["ranks"]["present"]
 
 
 def test_notes_added_later_keep_the_rest(tmp_path: Path) -> None:

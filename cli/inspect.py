@@ -161,11 +161,11 @@ def _collectives(job: Job) -> dict[str, Any]:
                 "count": len(at),
                 "wait_ns": int(each.wait_ns[at].sum()),
                 "transfer_ns": int(each.transfer_ns[at][known].sum()) if known.any() else None,
-                "transfer_at_most_ns": int(each.at_most_ns[at].sum()),
+                "transfer_at_most_ns": int(each.at_most_ns[at].sum()) if each.at_most_ns[at].min() >= 0 else None,
                 "busbw_Bps": float(np.median(rate)) if len(rate) else None,
             }
         )
-    listed.sort(key=lambda row: -((row["transfer_ns"] or row["transfer_at_most_ns"]) + row["wait_ns"]))
+    listed.sort(key=lambda row: -((row["transfer_ns"] or row["transfer_at_most_ns"] or 0) + row["wait_ns"]))
     late = Counter(each.late_rank[full & (each.late_rank >= 0)].tolist())
     return {
         "matched": int(full.sum()),
@@ -193,7 +193,8 @@ def show(answer: dict[str, Any]) -> None:
         names = ", ".join(answer["captures"])
         out.print(f"captures {escape(_plain(names))}; this is {escape(_plain(answer['capture']))}")
     rung = f" by {collectives['rung']}" if collectives["rung"] else ""
-    out.print(f"matched  {collectives['matched']} collectives{rung}, {collectives['unmatched']} not on all their ranks")
+    who = "not on all their ranks" if not ranks["missing"] else "not on all ranks present"
+    out.print(f"matched  {collectives['matched']} collectives{rung}, {collectives['unmatched']} {who}")
     out.print(f"clocks   {_clock_line(answer)}")
     for table in (_group_table(answer), _kind_table(answer), _rank_table(answer), _health_table(answer)):
         if table.row_count:
@@ -296,10 +297,17 @@ def _kind_table(answer: dict[str, Any]) -> Table:
             _bytes(row["bytes"]),
             str(row["count"]),
             _time(row["wait_ns"]),
-            _time(row["transfer_ns"]) if row["transfer_ns"] is not None else f"≤ {_time(row['transfer_at_most_ns'])}",
+            _transfer(row),
             f"{rate / 1e9:.3g}" if rate is not None else "?",
         )
     return table
+
+
+def _transfer(row: dict[str, Any]) -> str:
+    """Measured, an upper bound where one rank alone was seen, or unknown."""
+    if row["transfer_ns"] is not None or row["transfer_at_most_ns"] is None:
+        return _time(row["transfer_ns"])
+    return f"≤ {_time(row['transfer_at_most_ns'])}"
 
 
 def _rank_table(answer: dict[str, Any]) -> Table:

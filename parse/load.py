@@ -232,9 +232,9 @@ def _window_ns(trace: RankTrace) -> int:
 
 def _synchronising(table: Table, traces: Sequence[RankTrace]) -> clock_tools.Instances:
     """The members whose starts and ends bound each other's clocks: those that move a payload (or are a barrier)."""
-    rows = np.flatnonzero(np.isin(table.kind, [KIND[kind] for kind in SYNCHRONISING]) & (table.bytes_in != 0))
-    barriers = np.flatnonzero(table.kind == KIND["barrier"])
-    rows = np.union1d(rows, barriers)
+    moves = (table.bytes_in != 0) | (table.kind == KIND["barrier"])
+    synchronises = np.isin(table.kind, [KIND[kind] for kind in SYNCHRONISING])
+    rows = np.flatnonzero(synchronises & moves & (table.event >= 0))
     ranks = np.array([trace.rank for trace in traces], np.int64)
     return clock_tools.Instances(
         np.searchsorted(ranks, table.rank[rows]),

@@ -52,6 +52,8 @@ def gloo_members(trace: RankTrace, groups: Groups, health: Health) -> Iterator[d
     is_span = np.isin(events.name, [i for i, text in enumerate(events.strings) if text.startswith("gloo:")])
     spans = np.flatnonzero(is_span & (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN))
     if not len(spans):
+        if "fake" in _backend(trace):
+            yield from _without_spans(trace, groups)
         return
     ops = _calls(events)
     _join_spans(events, ops, spans.tolist())
@@ -77,6 +79,22 @@ def gloo_members(trace: RankTrace, groups: Groups, health: Health) -> Iterator[d
         _count(health, "gloo collectives without a flight-recorder entry", bare)
     elif joined == 0 and ops:
         health.note("no flight-recorder dump beside the gloo trace: collectives are matched by order")
+
+
+def _backend(trace: RankTrace) -> str:
+    info = trace.header.get("distributedInfo")
+    return str(info.get("backend", "")) if isinstance(info, Mapping) else ""
+
+
+def _without_spans(trace: RankTrace, groups: Groups) -> Iterator[dict[str, int]]:
+    """The calls of a fake process group, which moves nothing: kind, group and payload stand, no span carries a time."""
+    events = trace.events
+    ops = _calls(events)
+    _join_sidecar(ops, trace.sidecar)
+    own = groups.of_rank(trace.rank)
+    for op in ops:
+        group, _ = _group(op, trace, groups, own, {}, events)
+        yield _row(events, op, group, groups)
 
 
 def _count(health: Health, reason: str, number: int) -> None:
@@ -211,7 +229,7 @@ def _group(
     if op.kind in P2P:
         staged = [group for group in own if "pp" in group.description or "pipe" in group.description.lower()]
         return (staged or own)[0].id if own else -1, not own
-    return lanes.get(int(events.lane[op.spans[0]]), -1), False
+    return lanes.get(int(events.lane[op.spans[0]]), -1) if op.spans else -1, False
 
 
 def _lanes_to_groups(
@@ -257,7 +275,7 @@ def _lanes_to_groups(
 
 
 def _row(events: Events, op: _Call, group: int, groups: Groups) -> dict[str, int]:
-    first, last = op.spans[0], op.spans[-1]
+    first, last = (op.spans[0], op.spans[-1]) if op.spans else (op.row, -1)
     members = groups.groups[group].members if group >= 0 else ()
     n_in, n_out = elements_of(op.kind, op.dims, len(members))
     size = _element_bytes(events, op, first)
@@ -273,7 +291,7 @@ def _row(events: Events, op: _Call, group: int, groups: Groups) -> dict[str, int
         "bytes_in": times(n_in, size),
         "bytes_out": times(n_out, size),
         "start_ns": int(events.ts_ns[first]),
-        "end_ns": max(int(events.ts_ns[row] + events.dur_ns[row]) for row in op.spans),
+        "end_ns": max(int(events.ts_ns[row] + events.dur_ns[row]) for row in op.spans or [op.row]),
         "issue_ns": op.start,
         "turn_ns": op.start,
         "peer": members[peer] if 0 <= peer < len(members) else peer,

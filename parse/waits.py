@@ -15,6 +15,7 @@ _ALL = tuple(
     KIND[k] for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "custom", "unknown")
 )
 FloatArray = npt.NDArray[np.float64]
+_NEVER = np.iinfo(np.int64).max
 _FROM_ROOT = (KIND["broadcast"], KIND["scatter"])
 _TO_ROOT = (KIND["reduce"], KIND["gather"])
 
@@ -74,7 +75,7 @@ class Instances:
     wait_ns     int64: sum of the members' waits
     transfer_ns int64: time after the last start, -1 where the members seen do not tell
     at_most_ns  int64: shortest member of any instance of the same kind, group and size. A transfer can't be longer, so
-                where a rank stands alone this is what its trace says, an upper bound
+                where a rank stands alone this is what its trace says, an upper bound; -1 where no span was recorded
     algbw_Bps, busbw_Bps  float64: nan where bytes or time are unknown
     """
 
@@ -143,7 +144,7 @@ def instances_of(job: Job) -> Instances:
         np.where(count > 1, late, -1),
         waited,
         transfer,
-        _envelope(c.kind[first], c.group[first], moved, shortest),
+        _envelope(c.kind[first], c.group[first], moved, np.where(c.event[first] >= 0, shortest, _NEVER)),
         algbw,
         algbw * factor if len(first) else algbw,
     )
@@ -155,6 +156,6 @@ def _envelope(kind: ByteArray, group: Int32Array, moved: IntArray, shortest: Int
         return shortest
     key = np.column_stack([kind.astype(np.int64), group.astype(np.int64), moved])
     _, code = np.unique(key, axis=0, return_inverse=True)
-    least = np.full(int(code.max()) + 1, np.iinfo(np.int64).max)
+    least = np.full(int(code.max()) + 1, _NEVER)
     np.minimum.at(least, code.reshape(-1), shortest)
-    return np.asarray(least[code.reshape(-1)], np.int64)
+    return np.where(least < _NEVER, least, -1)[code.reshape(-1)]

@@ -11,6 +11,7 @@ from scaletrace.parse.job import KINDS
 from scaletrace.parse.load import load
 from scaletrace.parse.match_align import Sequence_, place
 from scaletrace.parse.members import elements_of, kind_of, type_bytes
+from scaletrace.parse.waits import instances_of
 from tests.parse.jobs import BASE_NS, Event, host, instances, kernel, launch, loaded, nccl, record, step, write
 
 
@@ -211,6 +212,19 @@ def test_sidecars_give_group_sequence_and_type(tmp_path: Path) -> None:
     c = job.collectives
 
     assert ([17, 17], "seq", [400, 400]) == (c.seq.tolist(), c.rung, c.bytes_in.tolist())
+
+
+def test_a_fake_process_group_has_payloads_but_no_spans(tmp_path: Path) -> None:
+    """Nothing was moved, so kind, group and bytes stand and no transfer is claimed."""
+    call = host(
+        "c10d::_allgather_base_", 10, 5, **{"Input Dims": [[64], [8], []], "Input type": ["float", "float", ""]}
+    )
+    job = loaded(tmp_path, {0: [call]}, world=8, backend="fake")
+    c = job.collectives
+
+    assert [("all_gather", (0,))] == instances(job)
+    assert ([-1], [0], [32], [256]) == tuple(column.tolist() for column in (c.event, c.group, c.bytes_in, c.bytes_out))
+    assert ([-1], [-1]) == (c.transfer_ns.tolist(), instances_of(job).at_most_ns.tolist())
 
 
 def test_messages_pair_in_order_though_one_side_lost_its_first(tmp_path: Path) -> None:

@@ -9,22 +9,25 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from scaletrace.errors import InputError
+from scaletrace.errors import InputError, UsageError
 from scaletrace.extrapolate import overlap
 from scaletrace.extrapolate.anatomy import dissect
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import FAMILY, Calibration, collective_seconds
+from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.flops import step_flop
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of, measured_layout
 from scaletrace.extrapolate.noise import measure_noise
 from scaletrace.extrapolate.overlap import Slowdown
+from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.buckets import rebucket
 from scaletrace.extrapolate.rewrite.data import Shape
 from scaletrace.extrapolate.rewrite.replicas import replicate
 from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks
+from scaletrace.extrapolate.rewrite.state import State, open_state
 from scaletrace.extrapolate.steps import step_times_ns
 from scaletrace.extrapolate.stragglers import PRIOR_NOISE, Folded, Noise, fold
 from scaletrace.extrapolate.transfers import (
@@ -80,6 +83,7 @@ class Base:
     step_s               median step of the plain replay: a floor for more ranks that do as much each
     jitter_s             spread of step times, drawn to a prior where few steps were seen
     rebuilt              what was changed before any stretching, so that even the measured size is modelled
+    model_error          relative error (1 sigma) of compute that was not measured in this layout
     tokens_per_step, flop_per_step  of one rank, None where neither the trace nor its manifest tells
     """
 
@@ -102,6 +106,7 @@ class Base:
     tokens_per_step: float | None = None
     flop_per_step: float | None = None
     rebuilt: str = ""
+    model_error: float = 0.0
     units: Sequence[Sequence[Shape]] = ()
     health: Health = field(default_factory=Health)
 
@@ -128,12 +133,13 @@ def prepare(
     noise: Noise | None = None,
     slowdown: float | None = None,
     units: Sequence[Sequence[Shape]] = (),
-    replicas: bool = False,
+    asked: Layout | None = None,
     bucket_bytes: int | None = None,
 ) -> Base:
     """Everything that all points of a curve share; see curve.extrapolate for the options.
 
-    replicas      an FSDP job is to be stretched as HSDP, so its gradients need an all-reduce over replicas
+    asked         the layout that all sizes shall have: its axes other than dp and fsdp are made here, and so are the
+                  all-reduces over replicas where an FSDP job becomes HSDP
     bucket_bytes  gradient buckets of another size than the measured ones
     """
     built = source if isinstance(source, Built) else build(source)
@@ -145,7 +151,7 @@ def prepare(
     if cluster is None:
         cluster = guess_cluster(built.job)
         health.note(f"Cluster {cluster.name} is a guess from the trace; name another with --cluster.")
-    ranks = max(built.job.world_size, len(real_ranks(built.graph)))
+    ranks = measured_ranks = max(built.job.world_size, len(real_ranks(built.graph)))
     graph = with_groups(built.graph, ranks, health)
     graph = replace(graph, instance=instance_of_hubs(graph))
     _, alone = _replayed(graph, cluster)
@@ -155,7 +161,16 @@ def prepare(
     _warn(found, cluster, health)
     layout = measured_layout(graph, ranks)
     optimizer = dissect(built).phase == Phase.OPTIMIZER
-    if replicas and layout.fsdp > 1 and layout.dp == 1 and not _has_replicas(graph):
+    error = 0.0
+    if asked is not None:
+        _check_sharding(graph, asked, layout)
+    if asked is not None and _other_axes(asked, layout):
+        state = _relaid(replace(built, graph=graph), asked, layout, Network(cluster, calibration))
+        graph, layout, error = state.graph, state.layout, state.error
+        graph = replace(graph, instance=instance_of_hubs(graph))
+        optimizer, ranks = state.anatomy.phase == Phase.OPTIMIZER, layout.ranks
+        health.add(state.health)
+    if asked is not None and asked.fsdp > 1 and layout.fsdp > 1 and layout.dp == 1 and not _has_replicas(graph):
         graph, optimizer = _with_replicas(graph, optimizer, health)
     if bucket_bytes is not None:
         graph, optimizer = _with_buckets(graph, optimizer, bucket_bytes, cluster, calibration, health)
@@ -167,9 +182,31 @@ def prepare(
         slowdown=base.slowdown if slowdown is None else Slowdown((slowdown, slowdown), {}, "given"),
         tokens_per_step=_model(built.job, "tokens_per_step"),
         flop_per_step=_model(built.job, "flops_per_step") or step_flop(built.job),
-        rebuilt="bucket size" if bucket_bytes is not None else "",
+        rebuilt="layout" if error or ranks != measured_ranks else "bucket size" if bucket_bytes is not None else "",
+        model_error=error,
         units=units,
     )
+
+
+def _check_sharding(graph: Graph, asked: Layout, measured: Layout) -> None:
+    """Refuse to shard what was measured unsharded, and the other way round: the trace shows other work than that."""
+    shards = any(item.group >= 0 and graph.groups[item.group].axis == "fsdp" for item in graph.collectives)
+    if asked.fsdp > 1 and not shards:
+        raise UsageError(f"layout {asked}: the trace shows no sharded parameters; record the job under FSDP, or use dp")
+    if asked.fsdp == 1 and measured.fsdp > 1:
+        raise UsageError(f"layout {asked}: the trace shows sharded parameters; say over how many ranks, as fsdp=8")
+
+
+def _other_axes(asked: Layout, measured: Layout) -> bool:
+    """Whether a layout asks for more than other degrees of dp and fsdp."""
+    same = replace(asked.over(measured), dp=measured.dp, fsdp=measured.fsdp, zero=measured.zero)
+    return same != measured
+
+
+def _relaid(built: Built, asked: Layout, measured: Layout, network: Network) -> State:
+    """The measured job in the asked layout, with the measured degrees of the data axes."""
+    state = open_state(built, measured, network)
+    return relayout(state, replace(asked.over(state.layout), dp=measured.dp, fsdp=measured.fsdp, zero=measured.zero))
 
 
 def _replayed(graph: Graph, cluster: Cluster) -> tuple[Timeline, IntArray]:

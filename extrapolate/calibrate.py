@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scaletrace.errors import InputError
 from scaletrace.extrapolate import gloo, nccl
 from scaletrace.extrapolate.cluster import Cluster, Placement, place
-from scaletrace.extrapolate.costs import FAMILY, Calibration, Fit, FitKey
+from scaletrace.extrapolate.costs import ANY, FAMILY, Calibration, Fit, FitKey
 from scaletrace.extrapolate.nccl import Term
 
 Floats = npt.NDArray[np.float64]
@@ -63,7 +63,20 @@ def calibrate(evidence: Iterable[Evidence], cluster: Cluster) -> Calibration:
         if len(named) == 1:
             algorithms[family, crosses] = next(iter(named))
         fits[family, "", crosses] = _fit(items, cluster, algorithms.get((family, crosses), ""))
+    if cluster.backend == "gloo":
+        fits |= _shared(fits)
     return Calibration(fits, algorithms)
+
+
+def _shared(fits: dict[FitKey, Fit]) -> dict[FitKey, Fit]:
+    """For each reach what its families have in common, for those without evidence: over TCP all share one transport."""
+    out: dict[FitKey, Fit] = {}
+    for crosses in (False, True) if fits else ():
+        found = [fit for key, fit in fits.items() if key[2] == crosses] or list(fits.values())
+        logs = np.log([(fit.local, fit.remote, fit.wire) for fit in found])
+        local, remote, wire = np.exp(np.average(logs, axis=0, weights=[fit.count for fit in found])).tolist()
+        out[ANY, "", crosses] = Fit(local, remote, wire)
+    return out
 
 
 def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorithm: str) -> Fit:

@@ -55,6 +55,9 @@ class Fit:
 FitKey = tuple[str, str, bool]
 """(family, algorithm or "" for all, whether the group crosses the innermost tier)."""
 
+ANY = "any"
+"""Family of a fit that stands in where a family has no evidence: multipliers without a count, so still a prior."""
+
 FAMILY = {
     "all_reduce": "all_reduce",
     "all_gather": "gather",
@@ -79,7 +82,8 @@ class Calibration:
 
     def find(self, kind: str, term: Term, crosses: bool) -> Fit | None:
         family = FAMILY[kind]
-        return self.fits.get((family, term.algorithm, crosses)) or self.fits.get((family, "", crosses))
+        own = self.fits.get((family, term.algorithm, crosses)) or self.fits.get((family, "", crosses))
+        return own or self.fits.get((ANY, "", crosses))
 
 
 PRIOR_ERROR = 0.25
@@ -167,6 +171,7 @@ def _origin(fit: Fit | None, size_bytes: float, ranks: int) -> tuple[Provenance,
     sizes = _doublings(size_bytes, fit.sizes_bytes)
     span = _doublings(ranks, fit.ranks)
     error = (error**2 + (PER_DOUBLING_SIZE * sizes) ** 2 + (PER_DOUBLING_RANKS * span) ** 2) ** 0.5
+    error = max(fit.residual, min(error, PRIOR_ERROR))
     if span > 0:
         return Provenance.EXTRAPOLATED_RANKS, error
     return (Provenance.EXTRAPOLATED_SIZE if sizes > 0 else Provenance.INTERPOLATED), error

@@ -132,7 +132,7 @@ def extrapolate(
         noise=noise,
         slowdown=overlap_slowdown,
         units=units,
-        replicas=layout is not None and layout.fsdp > 1,
+        asked=layout,
         bucket_bytes=bucket_bytes,
     )
     options = Options(layout, weak, nics, tokens_per_step_per_gpu, flop_per_step_per_gpu)

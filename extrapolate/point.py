@@ -102,7 +102,7 @@ class Stretched:
 
 def stretch(base: Base, gpus: int, options: Options) -> tuple[Layout, Stretched]:
     """Rewrite to `gpus` ranks, rescale transfers, then let the overlap slow compute until both agree."""
-    layout = scaled(base.layout, gpus, options.layout)
+    layout = scaled(base.layout, gpus, options.layout.over(base.layout) if options.layout else None)
     same = layout == base.layout
     old, dur_ns = (base.graph, base.dur_ns) if same else (base.spread, base.spread_ns)
     new = resize(old, base.layout, layout, base.units)
@@ -184,6 +184,7 @@ def evaluate(base: Base, gpus: int, options: Options) -> Point:
     noise_sigma = lost_s * (PRIOR_NOISE_FACTOR if "prior" in base.noise.source else MEASURED_NOISE_FACTOR)
     known = base.slowdown.pairs > 0 or base.slowdown.source == "given"
     overlap_sigma = (step_s - ideal_s) * (MEASURED_OVERLAP_FACTOR if known else PRIOR_OVERLAP_FACTOR)
+    noise_sigma = float(np.hypot(noise_sigma, base.model_error * step_s))
     common = (SIGMAS * noise_sigma) ** 2 + (SIGMAS * overlap_sigma) ** 2 + (SIGMAS * base.jitter_s) ** 2
     total = step_s + lost_s
     part = shares(graph, timeline.start_ns, timeline.end_ns)
@@ -247,7 +248,7 @@ def _provenance(base: Base, change: Scaled, gpus: int) -> dict[str, str]:
     """For each part of the answer, one word for how it is known, and sentences for what the word leaves out."""
     worst = change.worst
     measured = gpus == base.ranks
-    out = {"compute": "measured", "communication": _WORDS[worst]}
+    out = {"compute": "extrapolated" if base.rebuilt == "layout" else "measured", "communication": _WORDS[worst]}
     if worst in _IN:
         out["communication_beyond"] = _IN[worst]
     elif worst is Provenance.MEASURED and base.rebuilt:

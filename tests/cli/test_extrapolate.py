@@ -61,12 +61,12 @@ def test_the_table_names_sizes_and_what_was_guessed(samples: Path, tmp_path: Pat
         (["--gpus", "8,many"], 2, "'many'"),
         (["--cluster", "dgx_h1000"], 2, "no cluster 'dgx_h1000'"),
         (["--cluster", "missing.yaml"], 1, "missing.yaml"),
-        (["--layout", "fsdp=3", "--gpus", "8"], 2, "doesn't fit 8"),
+        (["--layout", "dp=3", "--gpus", "8"], 2, "doesn't fit 8"),
         (["--noise", "wild=1"], 2, "no 'wild'"),
         (["--noise", "residual=lots"], 2, "residual=0.02"),
         (["--nccl-tests", "out.txt"], 2, "RANKS:FILE"),
         (["--nccl-tests", "8:absent.txt"], 1, "absent.txt"),
-        (["--layout", "tp=2", "--gpus", "8"], 2, "tp"),
+        (["--layout", "fsdp=2", "--gpus", "8"], 2, "no sharded parameters"),
     ],
 )
 def test_wrong_options_get_one_sentence(

@@ -85,7 +85,7 @@ def test_provenance_says_how_far_from_the_evidence_a_cost_is() -> None:
 
     assert expected == [cost.provenance for cost in costs]
     errors = [cost.rel_error for cost in costs]
-    assert errors[1] < errors[2] and errors[1] < errors[3] < errors[4] < errors[5] == errors[6]
+    assert errors[1] < errors[2] and errors[1] < errors[3] < errors[4] <= errors[5] == errors[6]
 
 
 def test_gloo_learns_the_rate_of_an_unknown_host() -> None:
@@ -96,6 +96,15 @@ def test_gloo_learns_the_rate_of_an_unknown_host() -> None:
     cost = collective_seconds("all_reduce", 1_000_000, 8, ETHERNET, calibration=calibrate(evidence, ETHERNET))
 
     assert pytest.approx(1.75 * 1_000_000 / 3e6, rel=0.03) == cost.seconds
+
+
+def test_over_tcp_a_kind_without_evidence_learns_from_the_others() -> None:
+    """Gathers ten times slower than the catalog's Ethernet make all-reduces slower too; their cost stays a prior."""
+    found = [Evidence("all_gather", s, 4, 0.75 * s / 1.2e7) for s in (1 << 20, 1 << 22, 1 << 24)]
+    cost = collective_seconds("all_reduce", 1 << 22, 4, ETHERNET, calibration=calibrate(found, ETHERNET))
+
+    assert 1.5 * (1 << 22) / 1.2e7 == pytest.approx(cost.seconds, rel=0.05)
+    assert Provenance.PRIOR is cost.provenance
 
 
 def test_evidence_without_time_or_bytes_is_refused() -> None:

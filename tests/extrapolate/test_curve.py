@@ -259,3 +259,23 @@ def test_eight_h100_are_stretched_with_honest_origins(shared_data: Path) -> None
     widths = [(point.high_s - point.low_s) / point.p50_s for point in curve.points]
     assert widths[0] < widths[-1]
     assert curve.health.guessed and any("guess" in note for note in curve.health.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [("ddp_w4", "fsdp=4", "no sharded parameters"), ("fsdp2_w4", "dp=64", "sharded parameters; say over how many")],
+)
+def test_sharding_is_not_invented(samples: Path, name: str, layout: str, message: str) -> None:
+    """DDP doesn't become FSDP by asking, nor the other way round."""
+    with pytest.raises(UsageError, match=message):
+        extrapolate(load(samples / name), sizes=[64], layout=Layout.parse(layout))
+
+
+def test_other_micro_batches_are_made_before_stretching(samples: Path) -> None:
+    """Twice the samples: compute is extrapolated by its shapes, with a wider band, and takes longer."""
+    built = build(load(samples / "fsdp2_w4"))
+    measured = extrapolate(built, sizes=[8]).points[0]
+    doubled = extrapolate(built, sizes=[8], layout=Layout.parse("fsdp=8,mbs=8")).points[0]
+
+    assert ("measured", "extrapolated") == (measured.provenance["compute"], doubled.provenance["compute"])
+    assert measured.p50_s < doubled.p50_s

@@ -98,6 +98,7 @@ def _count(document: Document, health: Health) -> None:
         ("guessed", scan.NO_PHASE, "records without a phase taken as spans"),
         ("clipped", scan.CAPPED, "times beyond 64 bits"),
         ("dropped", scan.HUGE, "integers beyond 64 bits left out of the columns"),
+        ("dropped", scan.MISTYPED, "arguments of an unexpected type left out of the columns"),
         ("dropped", scan.NO_TIME, "records without a time or id"),
     ):
         if stats[at]:

@@ -97,6 +97,7 @@ _K_PH, _K_TS, _K_ID, _K_CAT, _K_PID, _K_TID, _K_DUR, _K_NAME, _K_ARGS = (
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _U29 = np.uint64(29)
 _I63 = np.uint64(0x7FFFFFFFFFFFFFFF)
+_MAX_PRODUCT = 1 << 62
 _MAX_PLAIN_US = 9_000_000_000_000_000
 
 
@@ -239,23 +240,29 @@ def _real(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tup
 
 @jit
 def _product(buf: ByteArray, i: int, end: int, st: IntArray, mem: ByteArray) -> tuple[int, int, int]:
-    """(position after, tag, value) of the product of the integers in a list such as [864, 1, 1] or "864,1,1"."""
+    """(position after, tag, value) of the product of the integers in [864, 1, 1] or "864,1,1"; tag -1 for all else."""
     after = _skip(buf, i, end, st, mem)
-    if after < 0:
+    if after < 0 or buf[i] == 110:
         return after, -1, 0
-    product, value, digits = 1, 0, 0
+    product, value, digits, found = 1, 0, 0, 0
+    good = buf[i] == 91 or buf[i] == 34 or 48 <= buf[i] <= 57
     for k in range(i, after + 1):
-        if k < after and 48 <= buf[k] <= 57 and digits < 10:
-            value = value * 10 + I64(buf[k] - np.uint8(48))
+        c = buf[k] if k < after else np.uint8(44)
+        if 48 <= c <= 57 and digits < 10:
+            value = value * 10 + I64(c) - 48
             digits += 1
-        elif digits > 0:
-            product = product * value if product < (1 << 31) else product
-            value = 0
-            digits = 0
-            if product == 0:
-                break
-    found = product != 1 or after - i > 2
-    return after, (TAG_INT if found and buf[i] != 110 else -1), product
+        elif c == 44 or c == 32 or c == 91 or c == 93 or c == 10 or c == 13 or c == 9 or (c == 34 and buf[i] == 34):
+            if digits > 0:
+                good = good and (value == 0 or product <= _MAX_PRODUCT // value)
+                product, value, digits, found = product * value, 0, 0, found + 1
+        else:
+            good = False
+        if not good:
+            break
+    if not good or found == 0:
+        st[PENDING + MISTYPED] += 1
+        return after, -1, 0
+    return after, TAG_INT, product
 
 
 @jit

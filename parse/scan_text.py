@@ -176,6 +176,19 @@ def four_hex(buf: ByteArray, i: int) -> int:
 
 
 @jit
+def code_point(buf: ByteArray, i: int, b: int) -> tuple[int, int]:
+    """(code point, bytes) of the \\uXXXX escape or pair of them whose backslash stands at `i`; -1 where there is none."""
+    if buf[i + 1] != 117 or i + 6 > b:
+        return -1, 0
+    point = four_hex(buf, i + 2)
+    if 0xD800 <= point < 0xDC00 and i + 12 <= b and buf[i + 6] == 92 and buf[i + 7] == 117:
+        low = four_hex(buf, i + 8)
+        if 0xDC00 <= low < 0xE000:
+            return 0x10000 + ((point - 0xD800) << 10) + (low - 0xDC00), 12
+    return point, 6
+
+
+@jit
 def unescape(buf: ByteArray, a: int, b: int, out: ByteArray, to: int) -> tuple[int, int]:
     """(end, flags) of the string buf[a:b] with its escapes resolved into UTF-8 in `out` from `to` on.
 
@@ -190,14 +203,9 @@ def unescape(buf: ByteArray, a: int, b: int, out: ByteArray, to: int) -> tuple[i
             i += 1
             continue
         kind = I64(buf[i + 1])
-        point = four_hex(buf, i + 2) if kind == 117 and i + 6 <= b else -1
+        point, length = code_point(buf, i, b)
         if point >= 0:
-            i += 6
-            if 0xD800 <= point < 0xDC00 and i + 6 <= b and buf[i] == 92 and buf[i + 1] == 117:
-                low = four_hex(buf, i + 2)
-                if 0xDC00 <= low < 0xE000:
-                    point = 0x10000 + ((point - 0xD800) << 10) + (low - 0xDC00)
-                    i += 6
+            i += length
             if 0xD800 <= point < 0xE000:
                 flags |= SURROGATE
                 point = 0xFFFD
@@ -472,12 +480,20 @@ def _close(
 
 @jit
 def compact(buf: ByteArray, a: int, b: int, out: ByteArray, to: int) -> int:
-    """End of the JSON value buf[a:b] copied into `out` from `to` on, without the white space between its tokens."""
+    """End of the JSON value buf[a:b] copied into `out` from `to` on, without the white space between its tokens.
+
+    Characters beyond ASCII become UTF-8, so that it does not matter whether the writer escaped them.
+    """
     n, i, quoted = to, a, False
     while i < b:
         c = buf[i]
         if quoted:
             if c == 92:
+                point, length = code_point(buf, i, b)
+                if point >= 0x80 and not 0xD800 <= point < 0xE000:
+                    n = put_utf8(out, n, point)
+                    i += length
+                    continue
                 out[n] = c
                 n += 1
                 i += 1

@@ -315,3 +315,13 @@ def test_a_base_is_not_added_to_times_that_are_absolute_already() -> None:
 
     assert [1790857026000000500] == trace.events.ts_ns.tolist()
     assert {"files whose times are absolute in spite of a base": 1} == trace.health.guessed
+
+
+def test_arguments_of_an_unexpected_type_are_counted() -> None:
+    """A text where an id belongs has no place in the column; on demand it is still there."""
+    trace = read({"traceEvents": [event("a", 1, args={"stream": "queue 7", "cbid": [1], "correlation": None})]})
+
+    assert ([-1], [-1], [-1]) == tuple(
+        column.tolist() for column in (trace.events.stream, trace.events.ints("cbid"), trace.events.correlation)
+    )
+    assert {"arguments of an unexpected type left out of the columns": 2} == trace.health.dropped

@@ -122,6 +122,22 @@ def test_grid_and_block_become_products() -> None:
     assert [128] == events.ints("block_size").tolist()
 
 
+def test_what_is_no_list_of_extents_has_no_product() -> None:
+    """Other texts, nested objects and signs are missing, however they are escaped."""
+    for value in (
+        '"\\u007f1"',
+        '"a1"',
+        '{"x":1}',
+        "[1.5]",
+        "[-2]",
+        '["2"]',
+        "[]",
+        '""',
+        "[999999999,999999999,999999999]",
+    ):
+        assert [-1] == one(f'"name":"a","ts":1,"args":{{"grid":{value}}}').ints("grid_size").tolist(), value
+
+
 def test_list_arguments_are_texts_without_white_space() -> None:
     """Lists are kept as the JSON that was written; white space inside their strings stays."""
     events = one('"name":"a","ts":1,"args":{"Input Dims":[[ 3,\n 4 ], [ ]],"Concrete Inputs":["a b", ""]}')

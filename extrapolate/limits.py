@@ -190,17 +190,30 @@ def _layer_resources(
     weights = width / residual * (WIDENING * width / hidden)
     tokens = training.batch_tokens(flop) / micro / dp
     compute = 6 * weights * tokens * word / (reached * machine.flop8_s)
-    memory = 4 * weights * training.sparsity * word / (reached * machine.dram_Bps)
+    # Experts are spread over data ranks as far as these go, and reduced over the ranks that hold the same ones.
+    spread = np.minimum(dp, training.sparsity)
+    held, replicas = weights * training.sparsity / spread, dp / spread
+    memory = 4 * held * word / (reached * machine.dram_Bps)
     network = _all_reduce_s(machine, word * width / residual * tokens, hidden, np.ones_like(hidden))
     network = network + _all_reduce_s(machine, word * WIDENING * width / hidden * tokens, residual, hidden)
-    held = weights * training.sparsity
-    if training.sparsity > 1:
-        # Each token's activations go to its experts and back, forward and backward.
-        network = network + 4 * word * width / residual * tokens / machine.beyond_Bps
-    words = (2 if machine.in_network else 3) * (dp - 1) / dp * held
+    network = network + _exchange_s(machine, word * width / residual * tokens, spread, hidden * residual)
+    words = (2 if machine.in_network else 3) * (replicas - 1) / replicas * held
     written = words * word / (reached * machine.dram_Bps)
-    reduction = np.stack([np.zeros_like(dp), written, _all_reduce_s(machine, word * held, dp, hidden * residual)])
-    return np.stack([compute, memory, network]), reduction
+    across = _all_reduce_s(machine, word * held, replicas, hidden * residual * spread)
+    return np.stack([compute, memory, network]), np.stack([np.zeros_like(dp), written, across])
+
+
+def _exchange_s(machine: Machine, size_bytes: FloatArray, experts: FloatArray, inner: FloatArray) -> FloatArray:
+    """Tokens to their experts and back in forward and backward, half a block's share for each of its two layers."""
+    moved = 2 * size_bytes * (experts - 1) / experts
+    if not machine.domain:
+        return moved / machine.inside_Bps
+    within = np.clip(machine.domain / inner, 1, experts)
+    outside = (experts - within) / np.maximum(experts - 1, 1e-12)
+    out: FloatArray = moved * np.where(
+        experts > 1, outside / machine.beyond_Bps + (1 - outside) / machine.inside_Bps, 0.0
+    )
+    return out
 
 
 def _all_reduce_s(machine: Machine, size_bytes: FloatArray, ranks: FloatArray, inner: FloatArray) -> FloatArray:

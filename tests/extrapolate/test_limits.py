@@ -126,6 +126,15 @@ def test_what_ifs_move_the_limits_the_way_they_must() -> None:
     assert wall_flop(*wide) == wall_flop(*base)
 
 
+def test_sparse_models_reach_their_limit_earlier_and_more_experts_hardly_matter() -> None:
+    """Tokens travel to their experts; once spread over data ranks, eight or 32 experts cost about the same."""
+    dense, few, many = (linear_until_flop(H100, Training(sparsity=s)) for s in (1.0, 8.0, 32.0))
+
+    assert few < dense / 5
+    assert many == pytest.approx(few, rel=0.3)
+    assert wall_flop(H100, Training(sparsity=8.0)) == wall_flop(H100)
+
+
 def test_a_cluster_of_the_catalog_gives_a_machine() -> None:
     """DGX H100 is close to the paper's device: two directions of NVLink inside, one NIC's rate beyond."""
     machine = machine_of(Cluster.load("dgx_h100"))

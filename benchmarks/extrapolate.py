@@ -8,6 +8,7 @@ stream a rank, a gather or a scatter every 250 kernels, prefetched by one.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -156,7 +157,8 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     body = table(["work", "wall s", "CPU s", "limit s", "holds"], rows)
     body += (
-        f"\n\n{len(job.graph):,} nodes, {job.graph.edge_count:,} edges; peak memory {peak:,.0f} MiB (limit 2,048).\n"
+        f"\n\n{len(job.graph):,} nodes, {job.graph.edge_count:,} edges; peak memory {peak:,.0f} MiB (limit 2,048); "
+    body += f"load average {os.getloadavg()[0]:.1f} when it ended, limits are checked on CPU seconds.\n"
     )
     body += (
         "The sweep over sampled ranks works on one representative rank, so its cost does not grow with the cluster.\n"

@@ -220,15 +220,29 @@ def _pieces(graph: Graph, anatomy: Anatomy) -> tuple[dict[Key, int], Int32Array]
     phase[ends] = np.where(after[ends], int(Phase.OPTIMIZER), int(Phase.OTHER))
     unit = np.where(ends, -1, anatomy.unit)
     batch = np.where(ends, -1, anatomy.micro_batch)
-    keys = np.stack([graph.rank, graph.step, phase, unit, batch], axis=1)[inside]
+    keys = np.stack([graph.rank, _steps(graph), phase, unit, batch], axis=1)[inside]
     distinct, code = np.unique(keys, axis=0, return_inverse=True)
     out[inside] = code.reshape(-1)
     return {tuple(key): number for number, key in enumerate(distinct.tolist())}, out
 
 
+def _steps(graph: Graph) -> IntArray:
+    """Step of each node; what stands outside any step before the first keeps -1, and what follows gets a number of its
+    own behind the last, so that it is laid there."""
+    out = graph.step.astype(np.int64)
+    within = np.flatnonzero(out >= 0)
+    if not len(within):
+        return out
+    first = dict(zip(graph.rank[within[::-1]].tolist(), within[::-1].tolist(), strict=True))
+    begin = np.array([first.get(rank, len(out)) for rank in range(int(graph.rank.max()) + 1)], np.int64)
+    behind = (out < 0) & (graph.rank >= 0) & (np.arange(len(out)) > begin[np.maximum(graph.rank, 0)])
+    out[behind] = int(out.max()) + 1
+    return out
+
+
 def _after_backward(graph: Graph, anatomy: Anatomy) -> BoolArray:
     """Whether a node stands behind the first backward node of its rank and step."""
-    key = graph.rank.astype(np.int64) * 2**32 + graph.step
+    key = graph.rank.astype(np.int64) * 2**32 + _steps(graph)
     back = np.flatnonzero(anatomy.phase == int(Phase.BACKWARD))
     first = dict(zip(key[back[::-1]].tolist(), back[::-1].tolist(), strict=True))
     limit = np.array([first.get(value, len(key)) for value in np.unique(key).tolist()], np.int64)
@@ -433,6 +447,12 @@ def _messages(
 ) -> None:
     """A send and a receive between stages of different ranks; the receiver's action waits for it."""
     where = {(new % columns, run.step, run.action): (new, run) for new, runs in enumerate(plans) for run in runs}
+    # A receive is posted when its step begins: behind what stands before the step's first action.
+    posted = {
+        (new, run.step): int(loom.last[starts[new] + run.begin - 1]) if run.begin else -1
+        for new, runs in enumerate(plans)
+        for run in reversed(runs)
+    }
     for (column, step, action), (new, run) in where.items():
         found = message_of(program, action)
         if not found or run.begin == run.end:
@@ -452,6 +472,11 @@ def _messages(
         instance = len(loom.collectives)
         loom.collectives.append(GraphCollective("send", group, size_bytes, size_bytes))
         _pair(loom, (sender, new, str(send)), (first, target, str(receive)), dur, instance, step)
+        arrive = len(loom) - 3
+        if posted[target, step] >= 0:
+            loom.edge(posted[target, step], arrive, EdgeKind.HAND_OVER)
+        else:
+            loom.edge(arrive - 1, arrive, EdgeKind.HAND_OVER)
 
 
 def _pair(

@@ -101,21 +101,22 @@ def _prepare(graph: Graph, piece: Int32Array) -> _Source:
 
 
 def _roles(graph: Graph) -> tuple[IntArray, tuple[tuple[str, bool], ...]]:
-    """Streams are told by name, threads (whose names hold numbers of the process) by how busy they are on their rank."""
-    busy = np.bincount(graph.lane + 1, weights=graph.dur_ns, minlength=len(graph.lanes) + 1)[1:]
+    """Streams and lanes of communication are told by name, threads (whose names hold numbers of the process) by how
+    many host nodes they have on their rank."""
+    host = np.isin(graph.kind, [int(NodeKind.HOST), int(NodeKind.LAUNCH), int(NodeKind.WAIT)])
+    steps = np.bincount(graph.lane[host] + 1, minlength=len(graph.lanes) + 1)[1:]
     names: dict[tuple[str, bool], int] = {}
     out = np.full(len(graph.lanes) + 1, -1, np.int64)
     threads: list[tuple[str, bool]] = []
     for rank in sorted({lane.rank for lane in graph.lanes}):
         mine = [code for code, lane in enumerate(graph.lanes) if lane.rank == rank]
-        hosts = sorted((code for code in mine if not graph.lanes[code].is_device), key=lambda code: -busy[code])
-        for place, code in enumerate(hosts):
+        hosts = [code for code in mine if not graph.lanes[code].is_device and steps[code]]
+        for place, code in enumerate(sorted(hosts, key=lambda code: -int(steps[code]))):
             if place == len(threads):
                 threads.append((graph.lanes[code].name, False))
             out[code] = names.setdefault(threads[place], len(names))
-        for code in mine:
-            if graph.lanes[code].is_device:
-                out[code] = names.setdefault((graph.lanes[code].name, True), len(names))
+        for code in set(mine) - set(hosts):
+            out[code] = names.setdefault((graph.lanes[code].name, graph.lanes[code].is_device), len(names))
     return out, tuple(names)
 
 
@@ -251,14 +252,16 @@ def _along(source: _Source, loom: Loom, entries: IntArray, origin: IntArray, cop
     graph = source.graph
     chain = source.role[source.chain[origin]]
     key = np.where(chain >= 0, loom.columns["rank"].astype(np.int64) * (len(source.roles) + 1) + chain, -1)
-    src, dst = _successive(key, copy)
-    edges = np.flatnonzero(_ordered(source) & (source.piece[graph.pred] != source.piece[source.dst]))
-    outside = np.zeros(len(graph), np.bool_)
-    outside[source.dst[edges]] = True
+    ordered, leaves = _ordered(source), source.piece[graph.pred] != source.piece[source.dst]
+    outside, inside = np.zeros(len(graph), np.bool_), np.zeros(len(graph), np.bool_)
+    outside[source.dst[ordered & leaves]] = True
+    inside[source.dst[ordered & ~leaves]] = True
     later = outside[origin]
+    # A piece that was interrupted by others is in one stretch now, so its parts follow each other too.
+    src, dst = _successive(key, copy, (outside & ~inside)[origin])
     later[dst] = False
     of_kind = np.where(key >= 0, key * len(NodeKind) + loom.columns["kind"], -1)
-    more_src, more_dst = _successive(of_kind, copy)
+    more_src, more_dst = _successive(of_kind, copy, np.zeros(len(copy), np.bool_))
     chosen = later[more_dst]
     src, dst = np.concatenate([src, more_src[chosen]]), np.concatenate([dst, more_dst[chosen]])
     how = entries[origin[dst]]
@@ -266,11 +269,12 @@ def _along(source: _Source, loom: Loom, entries: IntArray, origin: IntArray, cop
     return rows_of(src[known], dst[known], how[known, 0], how[known, 1], how[known, 2])
 
 
-def _successive(key: IntArray, copy: IntArray) -> tuple[IntArray, IntArray]:
-    """Pairs of neighbours with the same key (≥ 0) that come with different copies."""
+def _successive(key: IntArray, copy: IntArray, resumes: BoolArray) -> tuple[IntArray, IntArray]:
+    """Pairs of neighbours with the same key (≥ 0) that come with different copies, or whose second resumes its piece."""
     order = np.argsort(key, kind="stable")
     order = order[np.searchsorted(key[order], 0) :]
-    follows = (key[order[1:]] == key[order[:-1]]) & (copy[order[1:]] != copy[order[:-1]])
+    follows = key[order[1:]] == key[order[:-1]]
+    follows &= (copy[order[1:]] != copy[order[:-1]]) | resumes[order[1:]]
     return order[:-1][follows], order[1:][follows]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.rewrite.loom import reopen
+from scaletrace.extrapolate.rewrite.replicas import replicate
+from scaletrace.extrapolate.rewrite.stages import pipeline
 from scaletrace.extrapolate.rewrite.state import State, open_state
 from scaletrace.extrapolate.rewrite.tp import tensor
 from scaletrace.parse.build import Built, build
@@ -29,6 +32,84 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 Structure = dict[tuple[int, int], list[tuple[str, int, int]]]
 """(group size, stride) → (kind, bytes in, bytes out) in order of issue."""
 Recorder = Callable[..., Job]
+
+
+PIPELINE_JOB = '''
+"""One rank of a pipeline: run as `job.py SCHEDULE RANKS CHUNKS MICRO_BATCHES LAYERS`."""
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from transformer import Shape, Transformer, loss_of
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class, PipelineScheduleSingle
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+# Stages vote on whether shapes are known; here they are, and no neighbour can say so.
+PipelineStage._warmup_forward_vote = PipelineStage._warmup_backward_result = (
+    lambda *_, **__: torch.ones(1, dtype=torch.int32)
+)
+name, ranks, chunks, m, layers = sys.argv[2], *map(int, sys.argv[3:])
+dist.init_process_group("gloo")
+world = dist.get_world_size()
+mesh = init_device_mesh("cpu", (ranks, world // ranks), mesh_dim_names=("pp", "dp_shard"))
+pp, home, stages = mesh["pp"].get_group(), mesh["pp"].get_local_rank(), ranks * chunks
+shape = Shape(layers=layers, batch=m)
+v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
+mine = [home, 2 * ranks - 1 - home] if v_shaped else list(range(home, stages, ranks))
+torch.manual_seed(0)
+
+def stage(index):
+    model = Transformer(shape)
+    each = layers // stages
+    model.blocks = torch.nn.ModuleList(list(model.blocks)[index * each : (index + 1) * each])
+    if index:
+        model.embedding = None
+    if index < stages - 1:
+        model.head = None
+    hidden = torch.zeros(shape.sequence, shape.width, requires_grad=True)
+    tokens = torch.zeros(1, shape.sequence, dtype=torch.int64)
+    out = torch.zeros(shape.sequence, 256, requires_grad=True) if index == stages - 1 else hidden
+    if world > ranks:
+        for unit in (model.embedding, *model.blocks, model.head):
+            if unit is not None:
+                fully_shard(unit, mesh=mesh["dp_shard"])
+        fully_shard(model, mesh=mesh["dp_shard"])
+    given = tokens if index == 0 else hidden
+    return PipelineStage(model, index, stages, torch.device("cpu"), input_args=(given,), output_args=(out,), group=pp)
+
+parts = [stage(index) for index in mine]
+kind = get_schedule_class(name)
+single = issubclass(kind, PipelineScheduleSingle)
+schedule = kind(parts[0] if single else parts, n_microbatches=m, loss_fn=loss_of, scale_grads=False)
+optimizer = torch.optim.AdamW([p for part in parts for p in part.submod.parameters()])
+tokens = torch.zeros(m, shape.sequence, dtype=torch.int64)
+first, last = 0 in mine, stages - 1 in mine
+for _ in range(7):
+    schedule.step(*((tokens,) if first else ()), target=tokens if last else None, losses=[] if last else None)
+    optimizer.step()
+    optimizer.zero_grad()
+'''
+
+
+@pytest.fixture(scope="module")
+def record_stage(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    """record_stage(world, rank, schedule, ranks, chunks, m, layers) → what that rank of a pipeline records."""
+    folder = tmp_path_factory.mktemp("stages")
+    script = folder / "job.py"
+    script.write_text(PIPELINE_JOB)
+
+    def run(world: int, rank: int, *arguments: object) -> Job:
+        target = folder / "_".join(str(part) for part in (world, rank, *arguments))
+        if target.exists():
+            return load(target)
+        command = [sys.executable, "-P", "-m", "scaletrace.cli", "collect", "--out", str(target), "--steps", "1",
+                   "--fake-world", str(world), "--rank", str(rank), "--", sys.executable, str(script),
+                   str(ROOT / "traces/jobs"), *map(str, arguments)]  # fmt: skip
+        outcome = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+        assert outcome.returncode == 0, outcome.stderr
+        return load(target)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +245,66 @@ def test_removed_tensor_parallelism_is_plain_fsdp(record: Recorder) -> None:
     made = stretched(tensor(state, 1), Layout(fsdp=64))
 
     assert issued(record(64, "--strategy", "fsdp2")) == structure(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [8, 64])
+def test_hybrid_sharding_is_what_pytorch_issues(record: Recorder, world: int) -> None:
+    """From FSDP over 8 ranks to replicas of two: gathers and scatters in pairs, reductions over the replicas."""
+    state = state_of(record(8, "--strategy", "fsdp2"), Layout(fsdp=8), default_pg="fsdp")
+    pairs = stretched(state, Layout(fsdp=2))
+    pairs = replace(pairs, graph=replicate(pairs.graph), layout=Layout(fsdp=2))
+    made = stretched(pairs, Layout(dp=world // 2, fsdp=2))
+
+    assert issued(record(world, "--strategy", "hsdp")) == structure(made)
+
+
+def messages(job: Job) -> Counter[tuple[str, int]]:
+    """Sends and receives of the recorded rank's step, by bytes."""
+    out: Counter[tuple[str, int]] = Counter()
+    for e in entries(job):
+        kind = str(e["profiling_name"]).removeprefix("fake:")
+        if kind in ("send", "recv"):
+            sizes = e["input_sizes"] or e["output_sizes"]
+            out[kind, payload(sizes, e["input_dtypes"] or e["output_dtypes"])] += 1
+    return out
+
+
+def sent(state: State, home: int) -> Counter[tuple[str, int]]:
+    """Sends and receives of one pipeline rank (column 0) of a rewritten graph."""
+    graph, rank = state.graph, state.columns[0][home]
+    out: Counter[tuple[str, int]] = Counter()
+    for node in np.flatnonzero((graph.kind == int(NodeKind.ARRIVE)) & (graph.rank == rank)).tolist():
+        item, name = graph.collectives[int(graph.instance[node])], graph.name_of(node)
+        if "SEND" in name or "RECV" in name:
+            out["send" if "SEND" in name else "recv", item.bytes_in] += 1
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "home"),
+    [("GPipe", 1, 1), ("1F1B", 1, 0), ("Interleaved1F1B", 2, 3), ("LoopedBFS", 2, 0), ("InterleavedZeroBubble", 2, 1),
+     ("ZBVZeroBubble", 2, 2), ("DualPipeV", 2, 0)],
+)  # fmt: skip
+def test_messages_of_every_schedule_are_what_pytorch_issues(
+    record_stage: Recorder, schedule: str, chunks: int, home: int
+) -> None:
+    """From one rank that runs all eight layers on eight micro batches to four ranks under each schedule."""
+    whole = record_stage(1, 0, "1F1B", 1, 1, 8, 8)
+    state = open_state(build(whole), Layout(), Network(Cluster.load("dgx_h100")), Ceilings(1e12, 1e12))
+    made = pipeline(state, 4, schedule, chunks)
+
+    assert messages(record_stage(4, home, schedule, 4, chunks, 8, 8)) == sent(made, home)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [64, 1024])
+def test_a_pipeline_of_sharded_stages_sends_what_pytorch_sends(record_stage: Recorder, world: int) -> None:
+    """Eight stages with FSDP over the rest: messages do not depend on the data ranks."""
+    whole = record_stage(1, 0, "1F1B", 1, 1, 8, 8)
+    state = open_state(build(whole), Layout(), Network(Cluster.load("dgx_h100")), Ceilings(1e12, 1e12))
+    made = pipeline(state, 8, "1F1B")
+    rank = 3 * (world // 8) + 1
+
+    assert messages(record_stage(world, rank, "1F1B", 8, 1, 8, 8)) == sent(made, 3)

@@ -216,15 +216,21 @@ def named_works(events: Events, calls: Calls, kernels: Kernels) -> Int32Array:
     if "Concrete Inputs" not in events.args:
         return out
     record = spans_of(events, events.named("record_param_comms")).at(calls.thread, calls.start_ns)
-    launched: dict[int, int] = {}
-    for i in np.flatnonzero(record >= 0).tolist():
-        text = events.text("Concrete Inputs", int(record[i]))
-        for k in kernels.order[kernels.ptr[i] : kernels.ptr[i + 1]].tolist():
-            number = _first_int(text, 1)
-            if kernels.is_comm[k] and number >= 0:
-                launched[number] = k
-        if calls.meaning[i] == Call.STREAM_WAIT:
-            out[i] = launched.get(_first_int(text, 0), -1)
+    text = np.where(record >= 0, events.texts("Concrete Inputs")[np.maximum(record, 0)], -1)
+    used, inverse = np.unique(text, return_inverse=True)
+    inputs = [events.strings[int(code)] if code >= 0 else None for code in used]
+    named = np.array([_first_int(one, 0) for one in inputs], np.int64)[inverse]
+    launched = np.array([_first_int(one, 1) for one in inputs], np.int64)[inverse]
+    waits = np.flatnonzero((calls.meaning == Call.STREAM_WAIT) & (named >= 0))
+    works = np.flatnonzero(kernels.is_comm & (kernels.call >= 0))
+    works = works[launched[kernels.call[works]] >= 0]
+    key = launched[kernels.call[works]] * (len(calls) + 1) + kernels.call[works]
+    order = np.argsort(key, kind="stable")
+    at = np.searchsorted(key[order], named[waits] * (len(calls) + 1) + waits) - 1
+    hit = at >= 0
+    found = works[order[at[hit]]]
+    same = launched[kernels.call[found]] == named[waits[hit]]
+    out[waits[hit][same]] = found[same]
     return out
 
 

@@ -158,7 +158,7 @@ def main() -> None:
     body = table(["work", "wall s", "CPU s", "limit s", "holds"], rows)
     body += (
         f"\n\n{len(job.graph):,} nodes, {job.graph.edge_count:,} edges; peak memory {peak:,.0f} MiB (limit 2,048); "
-    body += f"load average {os.getloadavg()[0]:.1f} when it ended, limits are checked on CPU seconds.\n"
+        f"load average {os.getloadavg()[0]:.1f} when it ended, limits are checked on CPU seconds.\n"
     )
     body += (
         "The sweep over sampled ranks works on one representative rank, so its cost does not grow with the cluster.\n"

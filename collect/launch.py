@@ -203,7 +203,7 @@ def _signals(job: subprocess.Popen[bytes], settings: Settings):  # type: ignore[
             hand_on(number, frame)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not sys.stdin.isatty():  # nobody's Ctrl-C: somebody sent it to us alone
+        if not _in_foreground():  # no Ctrl-C, which the job gets as well: somebody sent it to us alone
             hand_on(number, frame)
 
     handlers = {**dict.fromkeys(HANDED_ON, hand_on), signal.SIGUSR1: ask, signal.SIGINT: interrupt}
@@ -213,6 +213,20 @@ def _signals(job: subprocess.Popen[bytes], settings: Settings):  # type: ignore[
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether the terminal's interrupts go to our process group, and so to the job too."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def leave_as(returncode: int) -> int:

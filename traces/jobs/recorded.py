@@ -52,6 +52,7 @@ def main() -> None:
         record_shapes=True,
     ) as profiler:
         transformer.train(arguments, after_step=profiler.step)
+    dist.barrier()  # gloo's threads let go of the last tensors before the interpreter ends (pytorch issue 190489)
     dist.destroy_process_group()
 
 

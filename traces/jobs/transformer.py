@@ -200,6 +200,7 @@ def main() -> None:
     options = parser().parse_args()
     dist.init_process_group("gloo")
     train(options)
+    dist.barrier()  # gloo's threads let go of the last tensors before the interpreter ends (pytorch issue 190489)
     dist.destroy_process_group()
 
 

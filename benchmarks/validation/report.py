@@ -117,7 +117,7 @@ def _figure(gate: Gate) -> str:
 
 def _bound(gate: Gate, value: float) -> str:
     sign = "≥" if gate.at_least else "≤"
-    return f"{sign} {value:g} {gate.unit}".strip()
+    return f"{sign} {value:.3g} {gate.unit}".strip()
 
 
 def _missed(gates: Sequence[Gate]) -> str:

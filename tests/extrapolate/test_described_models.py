@@ -9,6 +9,7 @@ import pytest
 from scaletrace.errors import InputError, UsageError
 from scaletrace.extrapolate.catalog import entry, names
 from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.costs import collective_seconds
 from scaletrace.extrapolate.described.collectives import (
     GroupShape,
     all_gather_s,
@@ -129,6 +130,17 @@ def test_all_reduce_takes_the_tree_when_the_ring_is_all_latency() -> None:
 
     assert small[1] / small[0] < 1.4
     assert rings[1] / rings[0] == pytest.approx(8, rel=0.02)
+
+
+def test_large_collectives_cost_what_the_cost_model_of_traces_says() -> None:
+    """Described jobs and extrapolated traces agree on gathers and broadcasts of hundreds of MB, within 1.5 %."""
+    h100, cluster = device("h100"), Cluster.load("dgx_h100")
+    for ranks in (8, 64, 512, 2048):
+        group = GroupShape(ranks, 8)
+        for kind, cost in (("all_gather", all_gather_s), ("broadcast", broadcast_s)):
+            described = cost(h100, 4e8, group)
+
+            assert described == pytest.approx(collective_seconds(kind, 4e8, ranks, cluster).seconds, rel=0.015), kind
 
 
 def test_a_group_of_one_costs_nothing() -> None:

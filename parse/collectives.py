@@ -117,13 +117,24 @@ def match(table: Table, groups: Groups, ranks: Sequence[int], health: Health) ->
     """Give every row but sends and receives its `instance` (numbers without meaning) and `rung`, in place."""
     _fill_sequence_numbers(table, health)
     p2p = np.isin(table.kind, list(P2P))
-    next_id = _by_seq(table, ~p2p)
+    next_id = _by_seq(table, ~p2p & ~_half_numbered(table, p2p))
     next_id = _by_order(table, ~p2p & (table.instance < 0) & (table.group >= 0), next_id, health)
     next_id = _by_names(table, ~p2p & (table.instance < 0), ranks, next_id, health)
     alone = (table.instance < 0) & ~p2p
     table.instance[alone] = next_id + np.arange(int(alone.sum()))
     _agree_on_kinds(table)
     _agree_on_sizes(table, health)
+
+
+def _half_numbered(table: Table, p2p: BoolArray) -> BoolArray:
+    """Members of groups in which some rank has no number at all (its sidecar is missing): order serves all of them."""
+    out = np.zeros(len(table), np.bool_)
+    for group in np.unique(table.group[table.group >= 0]).tolist():
+        mine = (table.group == group) & ~p2p
+        named = np.unique(table.rank[mine & (table.seq >= 0)])
+        if len(named) and len(named) < len(np.unique(table.rank[mine])):
+            out |= mine
+    return out
 
 
 def _fill_sequence_numbers(table: Table, health: Health) -> None:

@@ -18,7 +18,7 @@ from scaletrace.parse.events import TIME_UNKNOWN, Events
 from scaletrace.parse.groups import Groups
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, Group, RankTrace
-from scaletrace.parse.members import KIND, P2P, UNKNOWN, concrete, elements_of, kind_of, parsed, times, type_bytes
+from scaletrace.parse.members import P2P, UNKNOWN, concrete, elements_of, kind_of, parsed, times, type_bytes
 
 _ROOT_AT = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
 _SLACK_NS = 1_000
@@ -325,7 +325,7 @@ def _orphan(events: Events, row: int, group: int) -> dict[str, int]:
         "kind": kind,
         "group": group,
         "bytes_in": moved,
-        "bytes_out": moved if exact else (KIND["barrier"] == kind and 0) or -1,
+        "bytes_out": moved if exact else 0 if KINDS[kind] == "barrier" else -1,
         "start_ns": start,
         "end_ns": start + int(events.dur_ns[row]),
         "issue_ns": start,

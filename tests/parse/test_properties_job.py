@@ -185,3 +185,12 @@ def test_gloo_works_without_sidecars(shared_data: Path) -> None:
         assert pairs(job) == pairs(bare), name
         if len({int(g) for g in job.collectives.group}) > 1:
             assert bare.health.guessed["gloo collectives whose group was inferred"] > 0, name
+
+
+@pytest.mark.parametrize("name", ["gloo/ddp_w4", "gloo/hsdp_w4", "gloo/tp_dp_w4"])
+def test_one_missing_sidecar_changes_no_pair(shared_data: Path, name: str) -> None:
+    """A rank without its flight-recorder dump is matched by order with the others, which have theirs."""
+    job = loaded(shared_data / name)
+    traces = [replace(trace, sidecar=None) if trace.rank == 1 else trace for trace in job.ranks]
+
+    assert pairs(job) == pairs(again(job, traces))

@@ -208,7 +208,7 @@ def _gap_explains_more(a: Sequence_, b: Sequence_, overlap: int) -> bool:
 def _shift_of_ends(a: Sequence_, b: Sequence_) -> int | None:
     """The shift at which the last elements meet, where both were issued in the same step; None otherwise.
 
-    A step ends on all ranks with the same call, while sessions lose records at their start.
+    A step ends on all ranks with the same call, while profilers lose records when they start.
     """
     same = a.step[-1] >= 0 and a.step[-1] == b.step[-1]
     return len(a) - len(b) if same else None

@@ -132,7 +132,7 @@ def _shift(
     fit = np.flatnonzero((overlap >= -(-min(len(sends), len(receives)) // 4)) & (cost == cost[overlap > 0].min()))
     if len(fit) == 0:
         fit = np.flatnonzero(cost == cost.min())
-    # a step ends with all of its messages taken, and sessions lose records at their start, so ends go together
+    # a step ends with all of its messages taken, and profilers lose records when they start, so ends go together
     last = int(table.step[sends[-1]])
     at_end = len(sends) - len(receives) if last >= 0 and last == int(table.step[receives[-1]]) else None
     best: tuple[float, bool, float, int] | None = None

@@ -482,7 +482,7 @@ def _close(
 def compact(buf: ByteArray, a: int, b: int, out: ByteArray, to: int) -> int:
     """End of the JSON value buf[a:b] copied into `out` from `to` on, without the white space between its tokens.
 
-    Characters beyond ASCII become UTF-8, so that it does not matter whether the writer escaped them.
+    Escaped characters that need no escape become UTF-8, so that it does not matter whether the writer escaped them.
     """
     n, i, quoted = to, a, False
     while i < b:
@@ -490,7 +490,7 @@ def compact(buf: ByteArray, a: int, b: int, out: ByteArray, to: int) -> int:
         if quoted:
             if c == 92:
                 point, length = code_point(buf, i, b)
-                if point >= 0x80 and not 0xD800 <= point < 0xE000:
+                if point >= 32 and point != 34 and point != 92 and not 0xD800 <= point < 0xE000:
                     n = put_utf8(out, n, point)
                     i += length
                     continue

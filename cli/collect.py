@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -56,31 +57,15 @@ def collect(
 
     scaletrace collect --steps 3 -- torchrun --nproc-per-node 8 train.py --config big.yaml
     """
+    options = dict(locals())
     with exit_codes(debug):
         from scaletrace.collect.launch import default_folder, leave_as, run
         from scaletrace.collect.settings import Settings
 
-        settings = Settings(
-            folder=str(out or default_folder()),
-            start_step=None if on_demand else start_step,
-            steps=steps,
-            every=every,
-            ranks=ranks,
-            shapes=shapes,
-            stacks=stacks,
-            memory=memory,
-            after_s=after,
-            for_s=duration,
-            on_demand=on_demand,
-            tokens_per_step=tokens_per_step,
-            samples_per_step=samples_per_step,
-            flops_per_step=flops_per_step,
-            fake_world=fake_world,
-            fake_rank=rank,
-            command=tuple(command),
-            compression=compression,
-            upload=upload,
-        )
+        asked = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
+        asked |= {"folder": str(out or default_folder()), "command": tuple(command), "fake_rank": rank}
+        asked |= {"after_s": after, "for_s": duration, "start_step": None if on_demand else start_step}
+        settings = Settings(**asked)
         outcome = run(settings, overwrite=overwrite, stdout_to_stderr=as_json)
         if as_json:
             answer = {"returncode": outcome.returncode, "captures": outcome.captures}

@@ -202,30 +202,15 @@ def predict(base: Job, capture: Path, target: Job) -> tuple[float, float]:
     """Step in seconds of (the base, as its own graph replays; the target, rewritten from it)."""
     from scaletrace.extrapolate.catalog import load_device
     from scaletrace.extrapolate.cluster import Cluster, Link, Tier
-    from scaletrace.extrapolate.estimate import Network
     from scaletrace.extrapolate.layout import Layout
-    from scaletrace.extrapolate.relayout import relayout
-    from scaletrace.extrapolate.rewrite.state import open_state
+    from scaletrace.extrapolate.relayout import predict as rewrite
     from scaletrace.parse.build import build
     from scaletrace.parse.load import load
 
     tier = Tier("link", Link.TCP, 0, RATE_MBIT / 8 * 1e6, 0.985, 30e-6)
     cluster = Cluster("emulated", load_device("CPU host"), (tier,), backend="gloo")
-    state = open_state(build(load(capture)), Layout.parse(base.layout()), Network(cluster))
-    return _step_s(state.graph), _step_s(relayout(state, Layout.parse(target.layout())).graph)
-
-
-def _step_s(graph: Any) -> float:
-    """Median distance between the ends of successive steps."""
-    import numpy as np
-
-    from scaletrace.replay.engine import replay
-
-    timeline = replay(graph)
-    steps = sorted(set(graph.step[graph.step >= 0].tolist()))
-    ends = [int(timeline.end_ns[graph.step == step].max()) for step in steps]
-    first = int(timeline.start_ns[graph.step == steps[0]].min())
-    return float(np.median(np.diff([first, *ends]))) * 1e-9
+    found = rewrite(build(load(capture)), Layout.parse(target.layout()), cluster, Layout.parse(base.layout()))
+    return found.measured_s, found.step_s
 
 
 def main() -> int:

@@ -10,12 +10,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from scaletrace.extrapolate.kernels import Shape, element_bytes, shape_of
-from scaletrace.extrapolate.layers import Phase, Sections, find_sections
+from scaletrace.extrapolate.layers import Phase, Sections
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.signatures import sections_of
 from scaletrace.jit import jit
 from scaletrace.parse.build import Built
 from scaletrace.parse.events import BoolArray, ByteArray, Events, Int32Array, IntArray
@@ -59,6 +61,19 @@ class Anatomy:
     def layers(self) -> int:
         return sum(self.is_layer)
 
+    def to_json(self) -> dict[str, Any]:
+        """What `inspect` shows: units in model order, which of them are layers, and how they were found."""
+        return {
+            "rule": self.rule,
+            "layers": self.layers,
+            "micro_batches": self.micro_batches,
+            "units": [
+                {"name": name, "layer": is_layer, "parameters": int(count) if count else None}
+                for name, is_layer, count in zip(self.units, self.is_layer, self.parameters, strict=True)
+            ],
+            "boundary_bytes": self.boundary_bytes or None,
+        }
+
     def moved(self, origin: Int32Array) -> Anatomy:
         """The anatomy of a graph whose node v was node origin[v] (-1: new, belongs to nothing)."""
         here = origin >= 0
@@ -76,7 +91,7 @@ def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
     """The anatomy of a job. With a pipeline in `layout` the units of its stages are numbered through."""
     graph, job = built.graph, built.job
     health = Health()
-    sections = {trace.rank: find_sections(trace) for trace in job.ranks}
+    sections = {trace.rank: sections_of(trace) for trace in job.ranks}
     stages = {rank: layout.coordinates(rank)["pp"] if layout and rank < layout.ranks else 0 for rank in sections}
     names, flags, shift = _number(sections, stages)
     at = np.full(len(graph), -1, np.int64)
@@ -96,8 +111,10 @@ def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
         parameters = np.maximum(parameters, own)
         boundary = max(boundary, _boundary(trace, found))
     rule = next(iter(sections.values())).rule if sections else "nothing"
-    if rule != "FSDP annotations":
-        health.guessed["ranks whose layers were found by repetition"] += len(sections)
+    if rule.startswith("repeated"):
+        health.guessed[f"ranks whose layers were found by {rule}"] += len(sections)
+    elif rule == "nothing repeats":
+        health.note("No layers were found: nothing is named and nothing repeats, so the model counts as one unit.")
     return Anatomy(
         phase,
         unit,

@@ -376,9 +376,18 @@ Stretch = Callable[[Shape | None, Role], tuple[Shape | None, float]]
 
 
 def retime(
-    graph: Graph, exact_ns: FloatArray, work: NodeWork, stretch: Stretch, ceilings: Ceilings, where: BoolArray
+    graph: Graph,
+    exact_ns: FloatArray,
+    work: NodeWork,
+    stretch: Stretch,
+    ceilings: Ceilings,
+    where: BoolArray,
+    other: Ceilings | None = None,
 ) -> tuple[FloatArray, tuple[Shape | None, ...], float]:
-    """(durations, shapes, mean relative error) after changing the work of the nodes in `where` that compute."""
+    """(durations, shapes, mean relative error) after changing the work of the nodes in `where` that compute.
+
+    other: ceilings of the device that they then run on, where that is not the measured one
+    """
     out, shapes = exact_ns.copy(), list(work.shape)
     cache: dict[tuple[Shape | None, int], tuple[Shape | None, float, float]] = {}
     weighted = total = 0.0
@@ -388,7 +397,7 @@ def retime(
             old = key[0]
             new, factor = stretch(old, Role(key[1]))
             if old is not None and new is not None:
-                cache[key] = (new, ratio(old, new, ceilings), ratio_error(old, new))
+                cache[key] = (new, ratio(old, new, ceilings, other), ratio_error(old, new))
             else:
                 cache[key] = (None, factor, 0.1 if factor != 1.0 else 0.0)
         new, factor, error = cache[key]

@@ -7,17 +7,72 @@ what all others have settled. Each step is one module of rewrite/ and can be use
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from scaletrace.extrapolate.layout import Layout
+import numpy as np
+
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.estimate import Network
+from scaletrace.extrapolate.kernels import Ceilings
+from scaletrace.extrapolate.layout import Layout, measured_layout
 from scaletrace.extrapolate.rewrite.batch import repeat_micro_batches, resize_micro_batch, without_early_reductions
 from scaletrace.extrapolate.rewrite.checkpointing import checkpoint
 from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.rewrite.ep import spread_experts
+from scaletrace.extrapolate.rewrite.replicas import LANE, replicate
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence, spread_context
 from scaletrace.extrapolate.rewrite.stages import pipeline
-from scaletrace.extrapolate.rewrite.state import State, recosted
+from scaletrace.extrapolate.rewrite.state import State, open_state, recosted
 from scaletrace.extrapolate.rewrite.tp import tensor
+from scaletrace.extrapolate.steps import step_times_ns
+from scaletrace.parse.build import Built
+from scaletrace.parse.health import Health
+from scaletrace.replay.engine import replay
+from scaletrace.replay.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A layout's step: seconds now (as the measured graph replays) and then, and how uncertain kernels are.
+
+    kernel_error  relative error (one sigma) collected by stretching kernels to other shapes
+    """
+
+    layout: Layout
+    measured_s: float
+    step_s: float
+    kernel_error: float
+    timeline: Timeline
+    health: Health
+
+    def to_json(self) -> dict[str, Any]:
+        """For JSON answers."""
+        return {
+            "layout": self.layout.to_json(),
+            "replayed_step_time_s": self.measured_s,
+            "step_time_s": self.step_s,
+            "kernel_error": self.kernel_error,
+            "provenance": "measured" if self.kernel_error == 0 else "measured and stretched",
+        }
+
+
+def predict(built: Built, target: Layout, cluster: Cluster, measured: Layout | None = None) -> Predicted:
+    """The step of a measured job under another layout on `cluster`.
+
+    measured  the layout that the job ran with, where its groups do not tell
+    Raises UsageError for what does not divide, InputError for a trace that can't be rewritten.
+    """
+    measured = measured or measured_layout(built.graph, max(1, built.job.world_size))
+    on_cpu = cluster.device.generation == "cpu"
+    state = open_state(built, measured, Network(cluster), None if on_cpu else Ceilings.of(cluster.device))
+    made = relayout(state, target)
+    timeline = replay(made.graph)
+    return Predicted(made.layout, _step_s(replay(state.graph)), _step_s(timeline), made.error, timeline, made.health)
+
+
+def _step_s(timeline: Timeline) -> float:
+    return float(np.median(step_times_ns(timeline.graph, timeline.start_ns, timeline.end_ns))) * 1e-9
 
 
 def relayout(state: State, target: Layout) -> State:
@@ -60,7 +115,18 @@ def _stages(state: State, target: Layout) -> State:
 
 
 def _data(state: State, target: Layout) -> State:
-    """Degrees of dp and fsdp, with padding to the byte where a unit's weights are known."""
+    """Degrees of dp and fsdp, with padding to the byte where a unit's weights are known.
+
+    Replicas of a job that only shards are made of the resized shards: each scattered gradient is reduced over them.
+    """
+    old = state.layout
+    if old.dp == 1 and target.dp > 1 and old.fsdp > 1 and target.fsdp > 1:
+        shards = _resized(state, replace(target, dp=1))
+        return _resized(_replicated(shards), target)
+    return _resized(state, target)
+
+
+def _resized(state: State, target: Layout) -> State:
     old = state.layout
     if (old.dp, old.fsdp) == (target.dp, target.fsdp):
         return state
@@ -71,3 +137,15 @@ def _data(state: State, target: Layout) -> State:
     out = recosted(state, resized.collectives, resized.groups)
     graph = replace(out.graph, multiplicity=resized.multiplicity)
     return replace(out, graph=graph, layout=replace(old, dp=target.dp, fsdp=target.fsdp))
+
+
+def _replicated(state: State) -> State:
+    """All-reduces over replicas behind the scatters; the nodes that were there keep their order."""
+    graph = replicate(state.graph)
+    new = np.array([lane.name == LANE for lane in graph.lanes] + [False], np.bool_)[graph.lane]
+    origin = np.where(new, -1, np.cumsum(~new) - 1).astype(np.int32)
+    entry = state.anatomy.entry
+    if entry is not None:
+        entry = np.where(new[:, None], [-1, 0, 0], entry[np.maximum(origin, 0)])
+    anatomy = replace(state.anatomy.moved(origin), entry=entry)
+    return replace(state, graph=graph, anatomy=anatomy, work=state.work.moved(origin))

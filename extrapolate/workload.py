@@ -16,8 +16,9 @@ from scaletrace.extrapolate.anatomy import Anatomy, forward_ops
 from scaletrace.extrapolate.cluster import Device
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, ceilings_seen, seconds, shape_of
-from scaletrace.extrapolate.layers import Phase, find_sections
+from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.signatures import sections_of
 from scaletrace.parse.build import Built
 from scaletrace.parse.graph import NodeKind
 from scaletrace.parse.health import Health
@@ -206,7 +207,7 @@ def _vocabulary(shapes: dict[int, list[Shape]], anatomy: Anatomy, hidden: int) -
 def _unit_shapes(built: Built, anatomy: Anatomy, unit: int) -> list[Shape]:
     """Shapes of the forward operators of one unit in the first micro batch of the first rank that runs it."""
     for trace in built.job.ranks:
-        sections = find_sections(trace)
+        sections = sections_of(trace)
         name = anatomy.units[unit]
         if name not in sections.units:
             continue
@@ -260,7 +261,7 @@ def measured_ceilings(built: Built) -> Ceilings:
     times: list[float] = []
     for trace in built.job.ranks[:1]:
         events = trace.events
-        sections = find_sections(trace)
+        sections = sections_of(trace)
         for row in forward_ops(trace, sections).tolist():
             shape = shape_of(events.name_of(row), events.text("Input Dims", row), events.text("Input type", row))
             if shape is not None:

@@ -125,11 +125,17 @@ def on_weights(graph: Graph) -> BoolArray:
     return np.asarray(named[graph.name], np.bool_)
 
 
-def stretched(state: State, stretch: Stretch, where: BoolArray) -> State:
-    """The state with the work of some nodes changed; durations follow by the ratio of the shapes' models."""
-    exact, shapes, error = retime(state.graph, state.anatomy.exact_ns, state.work, stretch, state.ceilings, where)
+def stretched(state: State, stretch: Stretch, where: BoolArray, other: Ceilings | None = None) -> State:
+    """The state with the work of some nodes changed; durations follow by the ratio of the shapes' models.
+
+    other: ceilings of another device, on which all of them run afterwards
+    """
+    exact, shapes, error = retime(
+        state.graph, state.anatomy.exact_ns, state.work, stretch, state.ceilings, where, other
+    )
     return replace(
         state,
+        ceilings=other or state.ceilings,
         anatomy=replace(state.anatomy, exact_ns=exact),
         work=replace(state.work, shape=shapes),
         error=float(np.hypot(state.error, error)),

@@ -2,26 +2,31 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.kernels import ratio
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.kernels import Ceilings, ratio
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.nodework import Role, layer_roles
-from scaletrace.extrapolate.relayout import relayout
+from scaletrace.extrapolate.relayout import predict, relayout
 from scaletrace.extrapolate.rewrite.batch import repeat_micro_batches, resize_micro_batch
 from scaletrace.extrapolate.rewrite.checkpointing import checkpoint
 from scaletrace.extrapolate.rewrite.depth import resize_hidden, resize_layers
+from scaletrace.extrapolate.rewrite.device import move
 from scaletrace.extrapolate.rewrite.ep import imbalance, spread_experts
 from scaletrace.extrapolate.rewrite.precision import reduce_in
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence, spread_context
 from scaletrace.extrapolate.rewrite.stages import pipeline
 from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.extrapolate.rewrite.tp import tensor
+from scaletrace.parse.build import build
 from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.load import load
 from scaletrace.replay.engine import replay
 
 Stateful = Callable[..., State]
@@ -222,6 +227,23 @@ def test_recomputation_adds_one_forward_of_every_layer(stateful: Stateful) -> No
         checkpoint(made)
 
 
+def test_another_device_scales_kernels_and_keeps_host_work(stateful: Stateful) -> None:
+    """Twice the FLOP halves products, three times the bandwidth thirds norms; launches stay, and so does the inverse."""
+    state = stateful(4, 1, **BIG)
+    own = state.ceilings
+    faster = Ceilings(own.flops * 2, own.memory_Bps * 3, own.sms, own.floor_s)
+    made = move(state, faster)
+    launches = state.graph.kind == int(NodeKind.LAUNCH)
+
+    assert kernel_ns(made, Role.COLUMN) / kernel_ns(state, Role.COLUMN) == pytest.approx(1 / 2, rel=0.01)
+    norm = next(s for s, r in zip(state.work.shape, state.work.role, strict=True) if r == Role.WHOLE and s)
+    blind = ratio(norm, norm, own, faster)
+    shaped = np.array([s is not None for s in state.work.shape]) & (state.work.role == int(Role.WHOLE))
+    assert state.graph.dur_ns[shaped].sum() * blind == pytest.approx(made.graph.dur_ns[shaped].sum(), rel=1e-6)
+    assert state.graph.dur_ns[launches].tolist() == made.graph.dur_ns[launches].tolist()
+    assert same(state.graph, move(made, own).graph)
+
+
 def test_gradients_in_half_the_bytes(stateful: Stateful) -> None:
     """Reductions move half as much and are faster; nothing else changes."""
     state = stateful(4, 1, 2, reduce_ns=1_000_000)
@@ -276,6 +298,23 @@ def test_a_layout_is_reached_in_one_call(stateful: Stateful) -> None:
     assert {"dp": 8, "tp": 2, "pp": 2} == {group.axis: group.size for group in made.graph.groups}
 
 
+def test_replicas_of_shards_reduce_what_was_scattered(stateful: Stateful) -> None:
+    """From FSDP over 8 ranks to 16 replicas of 4: every scatter is followed by a reduction of the new, larger shard."""
+    state = stateful(4, 1, 8, reduce_ns=1000)
+    groups = (replace(state.graph.groups[0], axis="fsdp"),)
+    items = tuple(replace(i, kind="reduce_scatter", bytes_in=4096, bytes_out=512) for i in state.graph.collectives)
+    graph = replace(state.graph, groups=groups, collectives=items)
+    made = relayout(replace(state, graph=graph, layout=replace(state.layout, dp=1, fsdp=8)), Layout(dp=16, fsdp=4))
+
+    assert {"reduce_scatter": 4} == kinds(made, "fsdp")
+    assert {(1024, 1024, 16)} == {
+        (item.bytes_in, item.bytes_out, made.graph.groups[item.group].size)
+        for item in made.graph.collectives
+        if item.kind == "all_reduce"
+    }
+    assert len(made.graph) == len(made.anatomy.unit) == len(made.work.role)
+
+
 def test_pipeline_there_and_back_with_state(stateful: Stateful) -> None:
     """Degree 1 → 4 → 1 through the state gives the same step."""
     state = stateful(4, 4, 2, reduce_ns=1000, steps=2)
@@ -306,3 +345,30 @@ def test_roles_follow_from_names_and_dimensions(
 ) -> None:
     """Columns, rows, heads and what lies between are told without any annotation."""
     assert expected == layer_roles(operands)
+
+
+@pytest.mark.parametrize(
+    ("job", "measured", "target"),
+    [
+        ("pp_1f1b_w1", "mbs=1,seq=2", "pp=4"),
+        ("pp_1f1b_w2", "pp=2,mbs=1,seq=2", "pp=4"),
+        ("pp_gpipe_w2", "pp=2,mbs=1,seq=2", "pp=1"),
+        ("pp_1f1b_w2", "pp=2,mbs=1,seq=2", "pp=2,microbatches=8,schedule=GPipe"),
+        ("tp_w2", "tp=2,mbs=1,seq=8", "tp=4"),
+        ("tp_w4", "tp=4,mbs=1,seq=8", "tp=1"),
+        ("ddp_w2", "dp=2,mbs=1,seq=8", "dp=2,tp=2,pp=2,microbatches=4"),
+        ("fsdp2_w2", "fsdp=2,mbs=1,seq=8", "fsdp=8,tp=2,mbs=2,seq=16"),
+        ("tp_dp_w4", "fsdp=2,tp=2,mbs=1,seq=8", "dp=4,fsdp=8,tp=4,recompute=full"),
+    ],
+)
+def test_recorded_jobs_reach_other_layouts(shared_data: Path, job: str, measured: str, target: str) -> None:
+    """Real captures are rewritten along every axis into graphs that replay, and unchanged they replay as measured."""
+    built = build(load(shared_data / "gloo" / job))
+    cluster = Cluster.load("gloo_10g")
+    found = predict(built, Layout.parse(target), cluster, Layout.parse(measured))
+    untouched = predict(built, Layout.parse(measured), cluster, Layout.parse(measured))
+
+    assert untouched.step_s == untouched.measured_s
+    assert found.timeline.graph.is_topological()
+    assert 0 < found.step_s < 10 * found.measured_s
+    assert int(found.timeline.start_ns.min()) > 10**15

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,21 @@ def test_data_parallel_columns_keep_their_collectives_within_a_stage(layered: La
     assert 4 == sum(item.kind == "all_reduce" for item in made.graph.collectives)
     rendezvous = made.graph.edge_kind == int(EdgeKind.RENDEZVOUS)
     assert 4 * 2 + 2 * 2 * 2 == int(rendezvous.sum())
+
+
+def test_an_interrupted_piece_stays_in_order(layered: Layered) -> None:
+    """Work of the first micro batch that ran between the second's (a shared slice's gradient) is laid in one stretch,
+    and no thread or stream falls apart."""
+    graph, anatomy = layered(2, 2)
+    late = np.flatnonzero((anatomy.phase == int(Phase.BACKWARD)) & (anatomy.micro_batch == 1) & (anatomy.unit == 2))
+    micro = anatomy.micro_batch.copy()
+    micro[late], unit = 0, anatomy.unit.copy()
+    unit[late] = 0
+    made = cut(graph, replace(anatomy, micro_batch=micro, unit=unit), build("1F1B", 1, 2), free)
+    loose = [int((np.diff(g.pred_ptr) == 0).sum()) for g in (graph, made.graph)]
+
+    assert loose[0] == loose[1] == 1
+    assert int(graph.dur_ns.sum()) == int(made.graph.dur_ns.sum())
 
 
 def test_zero_bubble_splits_backward_without_losing_time(layered: Layered) -> None:

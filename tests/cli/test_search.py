@@ -1,0 +1,78 @@
+"""The search command: a model or a capture in, the best layouts out."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from scaletrace.cli.search import search
+
+app = Typer()
+app.command()(search)
+
+
+def call(*words: str) -> tuple[int, str]:
+    """(exit code, output) of the command."""
+    outcome = CliRunner().invoke(app, list(words))
+    return outcome.exit_code, outcome.output
+
+
+def test_a_models_layouts_as_json() -> None:
+    """One document with the frame of all answers, the best layout, the next ones and what became of the rest."""
+    code, text = call("llama2-7b", "--gpus", "16", "--batch", "64", "--cluster", "dgx_h100", "--json")
+    answer = json.loads(text)
+
+    assert (0, "scaletrace.search/1") == (code, answer["schema"])
+    assert {"best", "next", "candidates", "evaluated", "discarded", "health", "model", "cluster"} <= set(answer)
+    assert 9 == len(answer["next"])
+    assert answer["best"]["memory_bytes"] < 80e9
+    assert answer["best"]["step_time_s"] == pytest.approx(sum(answer["best"]["terms_s"].values()))
+    assert "modelled" == answer["compute"]
+
+
+def test_the_table_says_why_the_next_ones_lose() -> None:
+    """The first row is the best, the others name what costs them more."""
+    code, text = call("llama2-7b", "--gpus", "8", "--batch", "32", "--best", "3")
+
+    assert 0 == code
+    assert "why it loses" in text
+    assert "candidates" in text
+
+
+def test_quiet_prints_the_layout_alone() -> None:
+    """With --quiet the answer can be given to another command as it is."""
+    from scaletrace.extrapolate.layout import Layout
+
+    code, text = call("llama2-7b", "--gpus", "8", "--batch", "32", "--quiet")
+
+    assert 0 == code
+    assert 8 == Layout.parse("".join(text.split())).ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (("llama2-7b", "--gpus", "0"), 2, "at least 1"),
+        (("llama3-70b", "--gpus", "1", "--batch", "1"), 2, "no layout of 1 GPUs fits"),
+        (("/nowhere/at/all", "--gpus", "8"), 1, "no such file"),
+        (("llama2-7b", "--gpus", "8", "--cluster", "toaster"), 2, "toaster"),
+    ],
+)
+def test_what_can_not_be_is_one_sentence(words: tuple[str, ...], code: int, sentence: str) -> None:
+    """Wrong sizes, models that do not fit, missing captures and unknown clusters have their exit code and reason."""
+    actual, text = call(*words)
+
+    assert code == actual
+    assert sentence in " ".join(text.split())
+
+
+def test_a_capture_is_searched_from_its_measured_layers(shared_data: Path) -> None:
+    """Model and times come from the trace, and the answer says so."""
+    code, text = call(str(shared_data / "gloo" / "ddp_w2"), "--gpus", "4", "--batch", "32", "--seq", "8", "--json")
+    answer = json.loads(text)
+
+    assert 0 == code
+    assert "measured and stretched" == answer["compute"]
+    assert any("Model read from shapes: 2 layers of width 64" in note for note in answer["health"]["notes"])

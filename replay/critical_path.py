@@ -7,15 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from scaletrace.jit import jit
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
-from scaletrace.parse.graph import EdgeKind, EdgeSource, Graph, NodeKind
+from scaletrace.parse.graph import BETWEEN, EdgeKind, EdgeSource, Graph, NodeKind
 from scaletrace.replay.timeline import Timeline
 
 MOST_LOOKS = 500
 """Chains that the search for the next paths looks at, at most."""
+SHARES = ("compute", "communication", "memory", "host", "stall", "gap")
 _SHARE = {
     NodeKind.KERNEL: "compute",
     NodeKind.COPY: "memory",
@@ -40,6 +42,20 @@ EDGE_REASON = {
     EdgeKind.OCCUPANCY: "GPU occupied",
     EdgeKind.DATALOADER: "data loader",
 }
+
+
+def share_of(graph: Graph, nodes: Int32Array) -> npt.NDArray[np.int8]:
+    """Which of SHARES each of these nodes counts to, int8[len(nodes)].
+
+    On a rank without a device the operators are the computation; what lies between them stays host time.
+    """
+    of_kind = np.array([SHARES.index(_SHARE[kind]) for kind in NodeKind], np.int8)
+    out = of_kind[graph.kind[nodes]]
+    with_device = {lane.rank for lane in graph.lanes if lane.is_device}
+    between = np.array([name.startswith(BETWEEN) for name in graph.names], np.bool_)
+    operator = (graph.kind[nodes] == NodeKind.HOST) & ~between[graph.name[nodes]]
+    out[operator & ~np.isin(graph.rank[nodes], sorted(with_device))] = SHARES.index("compute")
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,7 @@ class CriticalPath:
     def segments(self) -> list[dict[str, object]]:
         """Nodes and gaps of the path in order, as cli.md's `critical_path.segments`; the durations sum to the length."""
         graph, out = self.timeline.graph, []
+        kinds = share_of(graph, self.nodes).tolist()
         for at, node in enumerate(self.nodes.tolist()):
             lane = graph.lanes[graph.lane[node]].name if graph.lane[node] >= 0 else ""
             rank, start = int(graph.rank[node]), int(self.timeline.start_ns[node])
@@ -77,8 +94,7 @@ class CriticalPath:
                 begin = start - int(self.gap_ns[at])
                 out.append(_segment(rank, lane, self.gap_reason(at), "gap", begin, int(self.gap_ns[at])))
             if self.own_ns[at]:
-                kind = _SHARE[NodeKind(graph.kind[node])]
-                out.append(_segment(rank, lane, graph.name_of(node), kind, start, int(self.own_ns[at])))
+                out.append(_segment(rank, lane, graph.name_of(node), SHARES[kinds[at]], start, int(self.own_ns[at])))
         return out
 
     def to_frame(self) -> pd.DataFrame:
@@ -105,11 +121,9 @@ class CriticalPath:
 
     def shares(self) -> dict[str, float]:
         """Share of the length by kind: compute, communication, memory, host, stall, gap; they sum to 1."""
-        graph = self.timeline.graph
-        total: dict[str, int] = dict.fromkeys(("compute", "communication", "memory", "host", "stall", "gap"), 0)
-        by_kind = np.bincount(graph.kind[self.nodes], weights=self.own_ns, minlength=len(NodeKind))
-        for kind in NodeKind:
-            total[_SHARE[kind]] += int(by_kind[kind])
+        by_share = np.zeros(len(SHARES), np.int64)
+        np.add.at(by_share, share_of(self.timeline.graph, self.nodes), self.own_ns)
+        total = dict(zip(SHARES, by_share.tolist(), strict=True))
         total["gap"] += int(self.gap_ns.sum())
         length = self.length_ns
         return {key: value / length if length else 0.0 for key, value in total.items()}

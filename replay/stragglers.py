@@ -19,8 +19,10 @@ _OWN = (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.KERNEL, NodeKind.COPY)
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """One rank: the waits of others that it ended, and how much sooner the job would end if it kept its peers' pace.
+    """One rank: how long each of the others waited for it, and how much sooner the job would end at its peers' pace.
 
+    caused_wait_ns  wall time during which another rank waited for this one, averaged over the other ranks; waits of one
+                    rank that overlap (two collectives in flight) count once
     shorter_by_ns  makespan minus the makespan with this rank's own work no slower than the median of its peers'
     """
 
@@ -51,8 +53,7 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
     ranks = np.unique(graph.rank[graph.lane >= 0]).tolist()
     if len(ranks) < 2:
         return []
-    waited, awaited = waits(timeline)
-    caused = {rank: int(waited[awaited == rank].sum()) for rank in ranks}
+    caused = caused_waits(timeline, ranks)
     paced = peers_pace(graph)
     shorter: dict[int, int] = {}
     for first in range(0, len(ranks), COLUMNS):
@@ -63,6 +64,25 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
             shorter[rank] = int(timeline.end_ns.max() - end[at])
     found = [Straggler(rank, caused[rank], shorter[rank]) for rank in ranks]
     return sorted(found, key=lambda s: (-s.shorter_by_ns, -s.caused_wait_ns, s.rank))
+
+
+def caused_waits(timeline: Timeline, ranks: list[int]) -> dict[int, int]:
+    """For each rank, ns of wall time that another rank spent waiting for it, averaged over the other ranks."""
+    waited, awaited = waits(timeline)
+    nodes = np.flatnonzero(awaited >= 0)
+    end = timeline.start_ns[nodes]
+    start = end - waited[nodes]
+    pair = awaited[nodes] * (int(max(ranks)) + 1) + timeline.graph.rank[nodes]
+    order = np.lexsort((end, start, pair))
+    start, end, pair = start[order], end[order], pair[order]
+    caused = dict.fromkeys(ranks, 0)
+    for code in np.unique(pair).tolist():
+        low, high = np.searchsorted(pair, (code, code + 1))
+        reached = np.maximum.accumulate(end[low:high])
+        fresh = np.maximum(start[low + 1 : high], reached[:-1])
+        length = int(end[low] - start[low]) + int(np.maximum(reached[1:] - fresh, 0).sum())
+        caused[code // (int(max(ranks)) + 1)] += length
+    return {rank: length // (len(ranks) - 1) for rank, length in caused.items()}
 
 
 def peers_pace(graph: Graph) -> IntArray:

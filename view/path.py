@@ -8,18 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaletrace.parse.events import IntArray
-from scaletrace.parse.graph import EdgeSource, NodeKind
-from scaletrace.replay.critical_path import EDGE_REASON, CriticalPath
+from scaletrace.parse.graph import EdgeSource
+from scaletrace.replay.critical_path import EDGE_REASON, SHARES, CriticalPath, share_of
 
-_KIND = {
-    NodeKind.KERNEL: "compute",
-    NodeKind.COPY: "memory",
-    NodeKind.TRANSFER: "communication",
-    NodeKind.ARRIVE: "communication",
-    NodeKind.RENDEZVOUS: "communication",
-    NodeKind.STALL: "stall",
-    NodeKind.ORIGIN: "gap",
-}
 _FIRST = "start of the window"
 
 
@@ -53,8 +44,7 @@ def path_of(path: CriticalPath, shift_ns: int = 0) -> Path:
     reasons = [_reason(int(code) // 256 - 1, int(code) % 256 - 1) for code in distinct]
     why = _codes([f"after {reason}" for reason in reasons], texts)[at]
     gaps = _codes([f"gap: {reason}" for reason in reasons], texts)[at]
-    kinds = _codes([_KIND.get(kind, "host") for kind in NodeKind], texts)
-    what = kinds[np.searchsorted(np.array([int(k) for k in NodeKind]), graph.kind[nodes])]
+    what = _codes(list(SHARES), texts)[share_of(graph, path.nodes)]
     key = graph.rank[nodes].astype(np.int64) * max(len(graph.names), 1) + graph.name[nodes]
     known, place = np.unique(key, return_inverse=True)
     shown = [

@@ -87,7 +87,8 @@ def replay_headline(doc: Document) -> str:
     late = [s for s in doc.get("stragglers") or () if s.get("caused_wait_ns")]
     if late:
         worst = max(late, key=lambda s: s["caused_wait_ns"])
-        parts.append(f"rank {worst['rank']} made others wait {units.duration(worst['caused_wait_ns'])}")
+        wait = units.duration(worst["caused_wait_ns"] / max(len(steps), 1))
+        parts.append(f"rank {worst['rank']} kept each of the others waiting {wait}" + " a step" * bool(steps))
     return "; ".join(parts).capitalize() + "." if parts else "No complete step was found."
 
 
@@ -175,10 +176,19 @@ def collectives_table(doc: Document) -> RenderableType:
 
 
 def stragglers_table(doc: Document) -> RenderableType:
-    table = _table("rank", "caused wait", text_columns=0)
+    """For each late rank how long each of the others waited for it, and what its peers' pace would save."""
+    table = _table("rank", "each waited", "a step", "without its delay", text_columns=0)
+    steps = max(len([s for s in doc.get("steps") or () if s.get("measured_ns")]), 1)
     rows = sorted(doc.get("stragglers") or (), key=lambda s: -(s.get("caused_wait_ns") or 0))
     for item in [row for row in rows if row.get("caused_wait_ns")][:8]:
-        _row(table, str(item.get("rank", units.MISSING)), units.duration(item.get("caused_wait_ns")))
+        saved = item.get("shorter_by_ns")
+        _row(
+            table,
+            str(item.get("rank", units.MISSING)),
+            units.duration(item["caused_wait_ns"]),
+            units.duration(item["caused_wait_ns"] / steps),
+            units.MISSING if saved is None else f"{units.duration(saved)} sooner",
+        )
     return _titled("Who made others wait", table)
 
 

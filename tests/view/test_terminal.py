@@ -58,7 +58,7 @@ def test_headline_names_length_error_path_and_straggler() -> None:
     """The first sentence answers how long, how close, what sets it and who is late."""
     expected = (
         "1 step of 31.2 ms on average; replayed within 0.21 %; the critical path is 60.0 % compute; "
-        "rank 3 made others wait 52 ms."
+        "rank 3 kept each of the others waiting 52 ms a step."
     )
 
     assert expected == terminal.replay_headline(REPLAY)

@@ -111,10 +111,10 @@ def stragglers(doc: Document) -> Plot | None:
     if not late:
         return None
     bars = [
-        (units.shorten(rank, 8), [(4, wait, f"rank {rank} caused {units.duration(wait)} of waiting")])
+        (units.shorten(rank, 8), [(4, wait, f"each of the others waited {units.duration(wait)} for rank {rank}")])
         for rank, wait in late[:MOST_BARS]
     ]
-    drawing = stacked_bars(bars, {}, "rank", "waiting caused to others", units.duration)
+    drawing = stacked_bars(bars, {}, "rank", "how long each of the others waited for it", units.duration)
     return Plot(
         "stragglers", "Who made others wait", drawing, Table(["rank", "caused_wait_ns"], [list(item) for item in late])
     )

@@ -28,7 +28,10 @@ PARTS = (
 )
 """Parts of a rank's step (docs/cli.md), in the order in which they are drawn. Overlapped communication hides under compute."""
 
+_GLYPHS = {"compute": "█", "exposed": "░", "overlapped": "▓", "copies": "▚", "host": "▄", "stall": "x", "idle": "·"}
+"""So that a bar can be read without colours."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 80
 _MOST_ROWS = 16
 
 
@@ -58,14 +61,14 @@ def _row(table: Table, *cells: str) -> None:
     table.add_row(*(Text(cell) for cell in cells))
 
 
-def bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
-    """A stacked bar of `width` characters from (value, colour) pairs; rounding is carried on, so widths add up."""
-    total = sum(max(value, 0) for value, _ in parts)
+def bar(parts: Sequence[tuple[float, str, str]], width: int) -> Text:
+    """A stacked bar of `width` characters from (value, colour, glyph); rounding is carried on, so widths add up."""
+    total = sum(max(value, 0) for value, _, _ in parts)
     out, done, drawn = Text(), 0.0, 0
-    for value, colour in parts:
+    for value, colour, glyph in parts:
         done += max(value, 0)
         upto = round(width * done / total) if total else 0
-        out.append("█" * (upto - drawn), style=colour)
+        out.append(glyph * (upto - drawn), style=colour)
         drawn = upto
     return out
 
@@ -126,34 +129,37 @@ def rank_order(rank: str) -> tuple[int, str]:
     return (int(rank), "") if rank.lstrip("-").isdecimal() and len(rank) < 12 else (2**62, rank)
 
 
-def breakdown_table(doc: Document, width: int = 26) -> RenderableType:
+def breakdown_table(doc: Document) -> RenderableType:
     """Parts of each rank's wall time as shares and a bar; of many ranks the first and the most exposed are shown."""
     every = sorted((doc.get("breakdown") or {}).items(), key=lambda item: rank_order(str(item[0])))
-    shown = every
-    if len(every) > _MOST_ROWS:
-        worst = sorted(every, key=lambda item: -(item[1].get("exposed_comm_ns") or 0))[: _MOST_ROWS // 2]
-        shown = sorted(
-            {str(k): (k, v) for k, v in every[: _MOST_ROWS // 2] + worst}.values(),
-            key=lambda item: rank_order(str(item[0])),
-        )
-    table = _table("rank", "wall", "comp", "expo", "host", "stall", "idle", "", text_columns=0)
+    shown = _some_ranks(every)
+    drawn = {rank: drawn_parts(part) for rank, part in shown}
+    used = [name for name in PARTS if any(key == name[0] and value for p in drawn.values() for key, _, _, value in p)]
+    table = _table("rank", "wall", *(label for _, label, _ in used), "", text_columns=0)
     table.columns[-1].justify = "left"
-    legend: dict[str, str] = {}
+    width = max(_WIDTH - 16 - sum(max(len(label), 6) + 1 for _, label, _ in used), 10)
     for rank, part in shown:
         wall = part.get("wall_ns") or 0
+        value = {key: value for key, _, _, value in drawn[rank]}
         cells = [units.clean(rank, 8), units.duration(wall)]
-        for key in ("compute_ns", "exposed_comm_ns", "host_ns", "stall_ns", "idle_ns"):
-            value = part.get(key)
-            cells.append(units.percent(value / wall) if wall and value is not None else units.MISSING)
-        drawn = drawn_parts(part)
-        legend.update({label: colour for _, label, colour, value in drawn if value})
-        table.add_row(*(Text(cell) for cell in cells), bar([(value, colour) for _, _, colour, value in drawn], width))
-    colours = Text("  ")
-    for _, label, colour in PARTS:
-        if label in legend:
-            colours.append("█ ", style=colour).append(f"{label} ")
+        cells += [units.percent(value[key] / wall) if wall and key in value else units.MISSING for key, _, _ in used]
+        blocks = [(ns, colour, _GLYPHS[label]) for _, label, colour, ns in drawn[rank]]
+        table.add_row(*(Text(cell) for cell in cells), bar(blocks, width))
+    legend = Text("  ")
+    for _, label, colour in used:
+        legend.append(_GLYPHS[label], style=colour).append(f" {label}  ")
     rest = [Text(f"  {len(shown)} of {len(every)} ranks shown")] if len(shown) < len(every) else []
-    return Group(_titled("Where time went", table), colours, *rest)
+    return Group(_titled("Where time went", table), legend, *rest)
+
+
+def _some_ranks(every: list[tuple[str, Document]]) -> list[tuple[str, Document]]:
+    """All of a few ranks; of many the first ones and those with the most exposed communication."""
+    if len(every) <= _MOST_ROWS:
+        return every
+    half = _MOST_ROWS // 2
+    worst = sorted(every, key=lambda item: -(item[1].get("exposed_comm_ns") or 0))[:half]
+    chosen = {str(rank): (rank, part) for rank, part in every[:half] + worst}
+    return sorted(chosen.values(), key=lambda item: rank_order(str(item[0])))
 
 
 def collectives_table(doc: Document) -> RenderableType:

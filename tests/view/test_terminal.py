@@ -105,7 +105,7 @@ def test_bar_widths_add_up() -> None:
     """Rounding is carried from part to part, so a bar is exactly as wide as asked."""
     expected = 20
 
-    assert expected == len(terminal.bar([(1, "red"), (1, "blue"), (1, "green")], 20))
+    assert expected == len(terminal.bar([(1, "red", "x"), (1, "blue", "y"), (1, "green", "z")], 20))
 
 
 def test_sparkline_scales_and_leaves_gaps() -> None:

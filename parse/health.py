@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-
 KINDS = ("repaired", "clipped", "dropped", "guessed", "unmatched")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,3 +197,9 @@ class Job:
             if isinstance(info, Mapping) and isinstance(info.get("backend"), str):
                 return str(info["backend"])
         return ""
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the job as Arrow files, which `load(folder)` maps instead of reading the traces again."""
+        from scaletrace.parse.store import save_job
+
+        return save_job(self, folder)

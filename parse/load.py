@@ -18,9 +18,11 @@ from scaletrace.parse.completeness import check_completeness
 from scaletrace.parse.events import TIME_UNKNOWN
 from scaletrace.parse.fetch import local
 from scaletrace.parse.finish import finish
+from scaletrace.parse.fused import split_ranks
 from scaletrace.parse.groups import build_groups, name_axes, override_axes, said_by
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
+from scaletrace.parse.limits import DEFAULT, Limits
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from scaletrace.parse.many import read_many
 from scaletrace.parse.match_pairs import one_way, pair_messages
@@ -31,6 +33,7 @@ from scaletrace.parse.ranks import SEVERAL_HEADERS, Capture, choose, discover, r
 from scaletrace.parse.reader import TraceFile
 from scaletrace.parse.sidecar import sidecars_by_rank
 from scaletrace.parse.steps import find_steps
+from scaletrace.parse.store import is_saved, load_job
 
 
 def load(
@@ -45,8 +48,9 @@ def load(
     patterns: Sequence[str] = (),
     memory_bytes: int | None = None,
     spool: str | Path | None = None,
+    limits: Limits = DEFAULT,
 ) -> Job:
-    """Load a job from a folder, a file, a glob, a URL that fsspec reads, or several files.
+    """Load a job from a folder, a file, a glob, a URL that fsspec reads, several files, or a folder of `Job.save`.
 
     strict           raise on the first damage or contradiction instead of counting it
     workers          threads that read files (default: one a core)
@@ -56,18 +60,21 @@ def load(
     step_annotation  regular expression for the annotation that marks a step, where there is no ProfilerStep
     patterns         further regular expressions for kernels that communicate
     memory_bytes, spool  bound the memory of reading, as in `read_many`
+    limits           what one file may cost at most
 
     Raises InputError for what can't be used, UsageError where the caller has to decide, AlignmentError if strict and
     the clocks can't be reconciled.
     """
     for option, texts in (("patterns", patterns), ("step_annotation", filter(None, [step_annotation]))):
         _check_patterns(option, texts)
+    if isinstance(source, str | Path) and is_saved(source):
+        return load_job(source)
     health = Health()
     with local(source) as here:
         captures = discover(here, health, rank_regex)
         chosen = choose(captures, capture, health)
-        how: dict[str, Any] = {"workers": workers, "memory_bytes": memory_bytes, "spool": spool}
-        chosen, files = _read(chosen, health, strict, how)
+        how: dict[str, Any] = {"workers": workers, "memory_bytes": memory_bytes, "spool": spool, "limits": limits}
+        chosen, files = _split(*_read(chosen, health, strict, how))
         traces = _ranks(chosen, files, health, step_annotation)
     refuse_several_jobs(traces)
     job = assemble(traces, health, strict=strict, patterns=patterns, manifest=chosen.manifest)
@@ -107,6 +114,17 @@ def _read(chosen: Capture, health: Health, strict: bool, how: Mapping[str, Any])
     if broken is not None and not kept:
         raise broken
     return replace(chosen, files=tuple(kept)), files
+
+
+def _split(chosen: Capture, files: Sequence[TraceFile]) -> tuple[Capture, list[TraceFile]]:
+    """The same with every file into which several ranks were merged replaced by its ranks."""
+    found: list[Found] = []
+    parts: list[TraceFile] = []
+    for one, file in zip(chosen.files, files, strict=True):
+        ranks = split_ranks(file)
+        found += [one] if len(ranks) == 1 else [replace(one, rank=None, rank_rule="")] * len(ranks)
+        parts += ranks
+    return replace(chosen, files=tuple(found)), parts
 
 
 def _ranks(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from scaletrace.jit import jit
 from scaletrace.parse.events import ByteArray, IntArray
-from scaletrace.parse.scan_jit import jit
 from scaletrace.parse.scan_keys import INT, KEY_SLOTS, LABEL, REAL, TEXT
 from scaletrace.parse.scan_state import (
     ARG_AT,

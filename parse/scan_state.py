@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scaletrace.jit import jit
 from scaletrace.parse.events import ByteArray, IntArray
-from scaletrace.parse.scan_jit import jit
 from scaletrace.parse.scan_keys import KEY_SLOTS, key_table
 from scaletrace.parse.scan_text import GROW, I64
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from scaletrace.jit import jit
 from scaletrace.parse.events import ByteArray, IntArray
-from scaletrace.parse.scan_jit import jit
 
 SENTINEL = 16
 WHERE = 32

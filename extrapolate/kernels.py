@@ -1,6 +1,6 @@
 """Turns shapes of operators into a model of their time, used only as a ratio to stretch a time that was measured.
 
-    t' = t · M(shape', ceilings') / M(shape, ceilings),   M = max(waves · tile, bytes / bandwidth) + launch floor
+    t' = floor + (t - floor) · M(shape', ceilings') / M(shape, ceilings),   M = max(waves · tile, bytes / bandwidth)
 
 A matrix product is cut into 128 × 128 tiles that run in waves of one a multiprocessor; everything else is bound by the
 larger of its FLOP and its bytes. On a CPU (one "multiprocessor") tiles vanish. Which kernel a library picks for another
@@ -123,10 +123,15 @@ class Shape:
 
 def seconds(shape: Shape, ceilings: Ceilings) -> float:
     """The model's time. Only ratios of it are ever used."""
+    return work_seconds(shape, ceilings) + ceilings.floor_s
+
+
+def work_seconds(shape: Shape, ceilings: Ceilings) -> float:
+    """The model's time without launch and drain."""
     memory_s = shape.bytes_moved / ceilings.memory_Bps
     if shape.work in (Work.MATMUL, Work.ATTENTION):
-        return max(_compute_s(shape, ceilings), memory_s) + ceilings.floor_s
-    return memory_s + ceilings.floor_s
+        return max(_compute_s(shape, ceilings), memory_s)
+    return memory_s
 
 
 def _compute_s(shape: Shape, ceilings: Ceilings) -> float:
@@ -148,6 +153,23 @@ def ratio(old: Shape, new: Shape, ceilings: Ceilings, other: Ceilings | None = N
     if old == new and other is None:
         return 1.0
     return seconds(new, other or ceilings) / seconds(old, ceilings)
+
+
+def anchored(measured_s: float, old: Shape, new: Shape, ceilings: Ceilings, other: Ceilings | None = None) -> float:
+    """The measured time of `old` stretched to `new` (on the device `other`): floor + (measured - floor) · M' / M.
+
+    The floor is taken off the measured time, not only off the model's, so that a kernel slower than its model still
+    follows its work. An unchanged shape keeps its time exactly, and stretching back gives it back.
+    """
+    if old == new and other is None:
+        return measured_s
+    floor = min(ceilings.floor_s, measured_s)
+    after = floor
+    if other is not None and ceilings.floor_s > 0 and other.floor_s > 0:
+        after = floor * other.floor_s / ceilings.floor_s
+    before_s = work_seconds(old, ceilings)
+    share = work_seconds(new, other or ceilings) / before_s if before_s > 0 else 1.0
+    return after + (measured_s - floor) * share
 
 
 def ratio_error(old: Shape, new: Shape) -> float:

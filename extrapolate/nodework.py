@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.extrapolate.anatomy import Anatomy
-from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, classify, ratio, ratio_error, shape_of
+from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, anchored, classify, ratio_error, shape_of
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.operators import Operators, all_outermost
 from scaletrace.jit import jit
@@ -392,17 +392,16 @@ def retime(
     cache: dict[tuple[Shape | None, int], tuple[Shape | None, float, float]] = {}
     weighted = total = 0.0
     for node in np.flatnonzero(work.computes & where).tolist():
-        key = (work.shape[node], int(work.role[node]))
+        old = work.shape[node]
+        key = (old, int(work.role[node]))
         if key not in cache:
-            old = key[0]
             new, factor = stretch(old, Role(key[1]))
-            if old is not None and new is not None:
-                cache[key] = (new, ratio(old, new, ceilings, other), ratio_error(old, new))
-            else:
-                cache[key] = (None, factor, 0.1 if factor != 1.0 else 0.0)
+            known = old is not None and new is not None
+            error = ratio_error(old, new) if old is not None and new is not None else 0.1 * (factor != 1.0)
+            cache[key] = (new if known else None, factor, error)
         new, factor, error = cache[key]
-        if new is not None:
-            out[node] *= factor
+        if old is not None and new is not None:
+            out[node] = anchored(out[node] * 1e-9, old, new, ceilings, other) * 1e9
             shapes[node] = new
         elif factor != 1.0:
             small = min(out[node], SMALL_NS)

@@ -9,6 +9,7 @@ from scaletrace.extrapolate.kernels import (
     Ceilings,
     Shape,
     Work,
+    anchored,
     ceilings_seen,
     classify,
     ratio,
@@ -118,6 +119,23 @@ def test_an_unchanged_shape_keeps_its_time_and_more_work_never_takes_less(m: int
 
     assert ratio(shape, shape, H100) == 1.0
     assert seconds(shape.scaled(batch=2), CPU) >= seconds(shape, CPU)
+
+
+@given(SIZES, st.floats(1e-7, 1), st.sampled_from([0.25, 0.5, 2, 8]))
+def test_a_stretched_time_comes_back(m: int, measured_s: float, factor: float) -> None:
+    """Stretching there and back gives the measured time, however far the kernel is from its model or its floor."""
+    old = Shape(Work.NORM, m, 1024)
+    new = old.scaled(rows=factor)
+
+    assert measured_s == pytest.approx(anchored(anchored(measured_s, old, new, H100), new, old, H100), rel=1e-9)
+
+
+def test_a_kernel_slower_than_its_model_still_follows_its_work() -> None:
+    """Ten milliseconds of a kernel that the model puts at one microsecond double with its rows; the floor does not."""
+    shape = Shape(Work.ELEMENTWISE, 64, 512)
+
+    assert 20e-3 == pytest.approx(anchored(10e-3, shape, shape.scaled(rows=2), H100), rel=1e-3)
+    assert H100.floor_s == anchored(H100.floor_s, shape, shape.scaled(rows=2), H100)
 
 
 def test_the_error_of_a_ratio_grows_with_the_stretch() -> None:

@@ -56,8 +56,8 @@ def _register() -> None:
 
 def main() -> None:
     """Entry point of the `scaletrace` script; an unforeseen error is reported without a traceback."""
-    _register()
     try:
+        _register()
         app()
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -6,16 +6,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from scaletrace import __version__
 from scaletrace.errors import ScaletraceError, UsageError
-
-if TYPE_CHECKING:
-    from scaletrace.parse.job import Job
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -29,15 +26,6 @@ def document(schema: str, source: str, health: dict[str, Any], **parts: Any) -> 
 def print_json(answer: dict[str, Any]) -> None:
     """One JSON document on stdout and nothing else there."""
     sys.stdout.write(json.dumps(answer, indent=1, allow_nan=False) + "\n")
-
-
-def read_job(path: str, **options: Any) -> Job:
-    """`scaletrace.parse.load.load` with a progress bar on a terminal, for folders that take longer than two seconds."""
-    from scaletrace.parse.load import load
-    from scaletrace.view.progress import progress
-
-    with progress(f"reading {path}", err):
-        return load(path, **options)
 
 
 @contextmanager

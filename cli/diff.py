@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.reading import read_job, reads_captures
 
 MILLISECOND_NS = 1e6
 TITLES = (
@@ -17,6 +18,7 @@ TITLES = (
 )
 
 
+@reads_captures
 def diff(
     before: Annotated[str, typer.Argument(help="Capture of the first run.")],
     after: Annotated[str, typer.Argument(help="Capture of the second run.")],
@@ -32,11 +34,10 @@ def diff(
     Example: scaletrace diff runs/monday runs/tuesday
     """
     with exit_codes(debug):
-        from scaletrace.parse.load import load
         from scaletrace.replay.diff import diff as compare
         from scaletrace.replay.result import replay_job
 
-        first, second = replay_job(load(before)), replay_job(load(after))
+        first, second = replay_job(read_job(before)), replay_job(read_job(after))
         health = first.health
         health.add(second.health)
         parts = compare(first, second).to_json_parts()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, err, exit_codes, out, print_json, read_job
+from scaletrace.cli.common import document, err, exit_codes, out, print_json
+from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.calibrate import Evidence
@@ -27,6 +28,7 @@ _KNEE = typer.Option(help="A doubling that gives less than this share of double 
 _TIMELINES = typer.Option(help="Sizes whose predicted timeline is written beside it as a .pftrace, as 64,1024.")
 
 
+@reads_captures
 def extrapolate(
     path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
     gpus: Annotated[str, typer.Option(help="Sizes to predict, as 16,64,256.")] = SIZES,

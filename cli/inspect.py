@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,22 +19,12 @@ if TYPE_CHECKING:
 _ROWS = 6
 
 
+@reads_captures
 def inspect(
     path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
-    capture: Annotated[
-        str | None, typer.Option(help="Which capture, where there are several (default: the newest complete one).")
+    save: Annotated[
+        Path | None, typer.Option(help="Write what was read to this folder; every command reads it at once.")
     ] = None,
-    rank_regex: Annotated[
-        str | None, typer.Option(help="How file names tell the rank, as r'rank(\\d+)', if the files do not.")
-    ] = None,
-    axes: Annotated[Path | None, typer.Option(help="YAML file that names the axes of process groups.")] = None,
-    pattern: Annotated[
-        list[str] | None, typer.Option(help="Regular expression of further kernels that communicate; repeatable.")
-    ] = None,
-    step: Annotated[
-        str | None, typer.Option(help="Regular expression of the annotation that marks a step, if not ProfilerStep.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse damaged files instead of repairing them.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code tells.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
@@ -43,17 +34,9 @@ def inspect(
     Example: scaletrace inspect runs/8gpu
     """
     with exit_codes(debug):
-        from scaletrace.parse.load import load
-
-        job = load(
-            path,
-            strict=strict,
-            rank_regex=rank_regex,
-            axes=axes,
-            capture=capture,
-            step_annotation=step,
-            patterns=tuple(pattern or ()),
-        )
+        job = read_job(path)
+        if save is not None:
+            job.save(save)
         answer = document("scaletrace.inspect/1", path, job.health.to_json(), **describe(job))
         if json_:
             print_json(answer)

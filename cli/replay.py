@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, exit_codes, out, print_json, read_job
+from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
     from scaletrace.replay.result import ReplayResult
     from scaletrace.view.perfetto import WriteReport
 
 
+@reads_captures
 def replay(
     path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the Perfetto trace goes.")] = Path(
@@ -22,10 +24,6 @@ def replay(
     ranks: Annotated[str, typer.Option(help="Ranks to draw, as 0,3,8-15; default: all.")] = "",
     no_trace: Annotated[bool, typer.Option("--no-trace", help="Write no Perfetto trace.")] = False,
     graphml: Annotated[Path | None, typer.Option(help="Write the graph as GraphML too (small jobs).")] = None,
-    rank_regex: Annotated[
-        str | None, typer.Option(help="How file names tell the rank, as r'rank(\\d+)', if the files do not.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse damaged files instead of repairing them.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Write the files, print nothing.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
@@ -38,7 +36,7 @@ def replay(
         from scaletrace.replay.result import replay_job
 
         chosen = parse_ranks(ranks) if ranks else None
-        result = replay_job(read_job(path, strict=strict, rank_regex=rank_regex))
+        result = replay_job(read_job(path))
         answer = document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
         drawn = None if no_trace else write(result, output, chosen)
         if graphml is not None:

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from scaletrace.cli.common import document, err, exit_codes, out, print_json
+from scaletrace.cli.reading import read_job, reads_captures
 from scaletrace.errors import InputError, UsageError
 
 
+@reads_captures
 def report(
     paths: Annotated[list[str], typer.Argument(help="JSON answers (--json of any command, curve.json), or captures.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
@@ -60,10 +62,9 @@ def read_answer(path: str) -> dict[str, Any]:
     answer = _json_answer(Path(path))
     if answer is not None:
         return answer
-    from scaletrace.parse.load import load
     from scaletrace.replay.result import replay_job
 
-    result = replay_job(load(path))
+    result = replay_job(read_job(path))
     return document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
 
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.workload import Workload
 
 
+@reads_captures
 def search(
     path: Annotated[str, typer.Argument(help="Capture (folder, file, glob, URL), or a model: llama3-70b, model.yaml.")],
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
@@ -70,9 +72,8 @@ def _workload(path: str, cluster: str, layout: str) -> tuple[Workload, Cluster, 
     from scaletrace.extrapolate.anatomy import dissect
     from scaletrace.extrapolate.layout import Layout, measured_layout
     from scaletrace.parse.build import build
-    from scaletrace.parse.load import load
 
-    job = load(path)
+    job = read_job(path)
     built = build(job)
     measured = Layout.parse(layout) if layout else measured_layout(built.graph, max(1, job.world_size))
     machine = Cluster.load(cluster) if cluster else guess_cluster(job)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 MILLISECOND_NS = 1e6
 
 
+@reads_captures
 def whatif(
     path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
     rules: Annotated[
@@ -55,13 +57,12 @@ def whatif(
     """
     with exit_codes(debug):
         from scaletrace.parse.build import build
-        from scaletrace.parse.load import load
         from scaletrace.replay.answer import whatif_parts
         from scaletrace.replay.rules import parse_rule
         from scaletrace.replay.whatif import whatif as ask
 
         parsed = [parse_rule(rule) for rule in rules]
-        built = build(load(path))
+        built = build(read_job(path))
         found = ask(built.graph, parsed, arbitrate=arbitrate, slowdown=slowdown)
         health = built.job.health.to_json()
         answer = document("scaletrace.whatif/1", path, health, **whatif_parts(built, found))

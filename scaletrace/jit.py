@@ -24,7 +24,7 @@ def jit(function: Callable[P, R]) -> Callable[P, R]:
     compiled: Any = numba.njit(cache=True, nogil=True)(function)
     stamp = dependencies(cast(types.FunctionType, function))
     compiled.scaletrace_stamp = stamp
-    index = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    index: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
     if hasattr(index, "_source_stamp"):
         index._source_stamp = (index._source_stamp, stamp)
     return cast(Callable[P, R], compiled)

@@ -30,6 +30,9 @@ OPTIONS: dict[str, Any] = {
     "rank_regex": Annotated[str | None, _option("How file names tell the rank, as r'rank(\\d+)', if files do not.")],
     "axes": Annotated[Path | None, _option("YAML file that names the axes of process groups.")],
     "pattern": Annotated[list[str] | None, _option("Regular expression of further kernels that communicate.")],
+    "kernel_rules": Annotated[
+        list[Path] | None, _option("YAML file of kernel classes that go before those that ship; repeatable.")
+    ],
     "step": Annotated[str | None, _option("Regular expression of the annotation of a step, if not ProfilerStep.")],
     "workers": Annotated[int | None, _option("Files read at a time; default: one a core.", min=1)],
     "read_memory": Annotated[int | None, _option("MiB that the files being read may take together.", min=1)],

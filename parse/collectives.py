@@ -20,6 +20,7 @@ from scaletrace.parse.events import BoolArray, ByteArray, Int32Array, IntArray
 from scaletrace.parse.groups import Groups, Use
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, RankTrace
+from scaletrace.parse.kernels import Rules
 from scaletrace.parse.match_align import Sequence_, place
 from scaletrace.parse.match_device import device_members
 from scaletrace.parse.match_gloo import gloo_members
@@ -60,10 +61,12 @@ class Table:
         return len(self.rank)
 
 
-def members_of(trace: RankTrace, groups: Groups, health: Health, patterns: Sequence[str] = ()) -> Members:
+def members_of(
+    trace: RankTrace, groups: Groups, health: Health, patterns: Sequence[str] = (), rules: Rules | None = None
+) -> Members:
     """Everything one rank took part in: communication kernels and gloo spans, in the order of issue."""
     on_host = members_from(trace.rank, list(gloo_members(trace, groups, health)))
-    on_device = device_members(trace, groups, health, patterns)
+    on_device = device_members(trace, groups, health, patterns, rules)
     members = on_host if on_device is None else concatenated([on_host, on_device])
     if trace.steps:
         starts = np.array([step.start_ns for step in trace.steps])

@@ -22,6 +22,7 @@ from scaletrace.parse.fused import split_ranks
 from scaletrace.parse.groups import build_groups, name_axes, override_axes, said_by
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
+from scaletrace.parse.kernels import Rules, load_rules
 from scaletrace.parse.limits import DEFAULT, Limits
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from scaletrace.parse.many import read_many
@@ -49,6 +50,7 @@ def load(
     memory_bytes: int | None = None,
     spool: str | Path | None = None,
     limits: Limits = DEFAULT,
+    kernel_rules: Sequence[str | Path] = (),
 ) -> Job:
     """Load a job from a folder, a file, a glob, a URL that fsspec reads, several files, or a folder of `Job.save`.
 
@@ -61,6 +63,7 @@ def load(
     patterns         further regular expressions for kernels that communicate
     memory_bytes, spool  bound the memory of reading, as in `read_many`
     limits           what one file may cost at most
+    kernel_rules     YAML files like parse/kernels.yaml whose rules go before those that ship
 
     Raises InputError for what can't be used, UsageError where the caller has to decide, AlignmentError if strict and
     the clocks can't be reconciled.
@@ -69,15 +72,21 @@ def load(
         _check_patterns(option, texts)
     if isinstance(source, str | Path) and is_saved(source):
         return load_job(source)
-    health = Health()
+    health, rules = Health(), load_rules(kernel_rules) if kernel_rules else None
     with local(source) as here:
         captures = discover(here, health, rank_regex)
         chosen = choose(captures, capture, health)
-        how: dict[str, Any] = {"workers": workers, "memory_bytes": memory_bytes, "spool": spool, "limits": limits}
+        how: dict[str, Any] = {
+            "workers": workers,
+            "memory_bytes": memory_bytes,
+            "spool": spool,
+            "limits": limits,
+            "rules": rules,
+        }
         chosen, files = _split(*_read(chosen, health, strict, how))
         traces = _ranks(chosen, files, health, step_annotation)
     refuse_several_jobs(traces)
-    job = assemble(traces, health, strict=strict, patterns=patterns, manifest=chosen.manifest)
+    job = assemble(traces, health, strict=strict, patterns=patterns, rules=rules, manifest=chosen.manifest)
     if axes is not None:
         job = replace(job, groups=override_axes(job.groups, axes))
     where = str(source) if isinstance(source, str | Path) else ", ".join(str(one) for one in source)
@@ -187,6 +196,7 @@ def assemble(
     *,
     strict: bool = False,
     patterns: Sequence[str] = (),
+    rules: Rules | None = None,
     manifest: Mapping[str, Any] = MappingProxyType({}),
 ) -> Job:
     """A Job from the traces of its ranks: groups, collectives, clocks, waits. Nothing is read from disk."""
@@ -201,7 +211,7 @@ def assemble(
     world = max([trace.world_size or 0 for trace in traces] + [rank + 1 for rank in (*ranks, *members, *expected)])
     traces = check_completeness(traces, expected or tuple(range(world)), health)
     groups = build_groups(said, world, health)
-    table = join([members_of(trace, groups, health, patterns) for trace in traces], health)
+    table = join([members_of(trace, groups, health, patterns, rules) for trace in traces], health)
     match(table, groups, ranks, health)
     aligned = _align(table, traces, health, strict=strict, manifest=manifest)
     for sentence in aligned.refused:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Condition
 
+from scaletrace.parse.kernels import Rules
 from scaletrace.parse.limits import DEFAULT, Limits
 from scaletrace.parse.pieces import GZIP, ZSTD
 from scaletrace.parse.reader import TraceFile, read_file
@@ -70,6 +71,7 @@ def read_many(
     spool: str | Path | None = None,
     strict: bool = False,
     limits: Limits = DEFAULT,
+    rules: Rules | None = None,
 ) -> list[TraceFile]:
     """The traces in the order of `sources`; any error of `read_file` is raised.
 
@@ -84,7 +86,7 @@ def read_many(
     def one(number: int) -> TraceFile:
         taken = budget.take(int(COST * json_bytes(sources[number]))) if budget else 0
         try:
-            trace = read_file(sources[number], strict=strict, limits=limits)
+            trace = read_file(sources[number], strict=strict, limits=limits, rules=rules)
             if spool is None:
                 return trace
             folder = Path(spool) / f"file_{number:05d}"

@@ -18,7 +18,7 @@ from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, Events, In
 from scaletrace.parse.groups import Groups, restore_members
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, RankTrace
-from scaletrace.parse.kernels import default_rules
+from scaletrace.parse.kernels import Rules, default_rules
 from scaletrace.parse.links import launch_of
 from scaletrace.parse.members import (
     KIND,
@@ -79,10 +79,12 @@ def enclosing(
     return out
 
 
-def device_members(trace: RankTrace, groups: Groups, health: Health, patterns: Sequence[str] = ()) -> Members | None:
+def device_members(
+    trace: RankTrace, groups: Groups, health: Health, patterns: Sequence[str] = (), rules: Rules | None = None
+) -> Members | None:
     """The communication kernels of this rank, one row each (several where one kernel runs a batch of sends)."""
     events = trace.events
-    rows, custom = communication_kernels(events, patterns)
+    rows, custom = communication_kernels(events, patterns, rules)
     if not len(rows):
         return None
     records = _records(events)
@@ -128,9 +130,8 @@ def _fold(rank: int, columns: dict[str, IntArray], kernel: IntArray) -> Members:
 
 
 @lru_cache(maxsize=65_536)
-def _class_of(name: str) -> str:
+def _class_of(name: str, rules: Rules) -> str:
     """Class of a kernel name; the ranks of a job share their names, and rules are many."""
-    rules = default_rules()
     return rules.labels[rules.code(name)]
 
 
@@ -138,7 +139,9 @@ def _base_name(name: str) -> str:
     return name.split("(")[0].strip()
 
 
-def communication_kernels(events: Events, patterns: Sequence[str] = ()) -> tuple[IntArray, BoolArray]:
+def communication_kernels(
+    events: Events, patterns: Sequence[str] = (), rules: Rules | None = None
+) -> tuple[IntArray, BoolArray]:
     """(rows of the kernels that communicate, whether each is of another library than NCCL and RCCL), by start.
 
     A kernel counts through its metadata, its class (kernels.yaml) or a pattern; those without a usable time are left out.
@@ -146,7 +149,7 @@ def communication_kernels(events: Events, patterns: Sequence[str] = ()) -> tuple
     mine = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
     is_kernel = events.in_cats(*KERNEL_CATS) & (events.ph == ord("X")) & (events.ts_ns != TIME_UNKNOWN)
     names = np.unique(events.name[is_kernel])
-    classes = [_class_of(events.strings[n]) for n in names.tolist()]
+    classes = [_class_of(events.strings[n], rules or default_rules()) for n in names.tolist()]
     by_library = [n for n, label in zip(names.tolist(), classes, strict=True) if label == LIBRARY]
     by_pattern = [
         n

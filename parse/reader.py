@@ -14,6 +14,7 @@ from scaletrace.parse import scan
 from scaletrace.parse.document import Document, Walker
 from scaletrace.parse.events import Events, IntArray
 from scaletrace.parse.health import Health
+from scaletrace.parse.kernels import Rules
 from scaletrace.parse.limits import DEFAULT, Limits
 from scaletrace.parse.ondemand import arguments_at
 from scaletrace.parse.overrun import clip_overruns
@@ -51,10 +52,13 @@ class TraceFile:
         )
 
 
-def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: Limits = DEFAULT) -> TraceFile:
+def read_file(
+    source: str | Path | IO[bytes], *, strict: bool = False, limits: Limits = DEFAULT, rules: Rules | None = None
+) -> TraceFile:
     """Read one trace from a path, an fsspec URL or a binary stream; plain, gzip or zstd.
 
     Damage is repaired event by event and counted in `health`; `strict` refuses it with the byte offset instead.
+    Kernels that no rule classifies are listed there; `rules` as in `kernels.load_rules`, by default those that ship.
     Raises InputError (can't be opened), NotATraceError (something else), CorruptTraceError and LimitError.
     """
     name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "stream"))
@@ -75,7 +79,7 @@ def read_file(source: str | Path | IO[bytes], *, strict: bool = False, limits: L
     base_ns = _base_ns(document, health)
     events, offsets = build(document.table, base_ns, health)
     events = clip_overruns(events, health)
-    survey(events, health)
+    survey(events, health, rules)
     return TraceFile(
         source=name,
         events=events,

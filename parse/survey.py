@@ -9,7 +9,7 @@ import numpy as np
 from scaletrace.parse import cats
 from scaletrace.parse.events import MISSING, TIME_UNKNOWN, BoolArray, Events, IntArray
 from scaletrace.parse.health import Health
-from scaletrace.parse.kernels import list_unknown
+from scaletrace.parse.kernels import Rules, list_unknown
 from scaletrace.parse.links import crossings, gpu_rows, launch_of
 from scaletrace.parse.owners import is_fused
 
@@ -29,7 +29,7 @@ def is_launch(events: Events) -> BoolArray:
     return events.in_cats(*cats.RUNTIME_CATS) & names[events.name]
 
 
-def survey(events: Events, health: Health) -> None:
+def survey(events: Events, health: Health, rules: Rules | None = None) -> None:
     """Count what the trace lacks or contradicts; nothing is changed."""
     launches = launch_of(events)
     work = gpu_rows(events)
@@ -40,7 +40,7 @@ def survey(events: Events, health: Health) -> None:
     crossing = len(crossings(events))
     if crossing:
         health.unmatched[CROSSINGS] += crossing
-    list_unknown(events, health)
+    list_unknown(events, health, rules)
     if is_fused(events):
         health.note("several ranks are fused into this file: take them apart with scaletrace.parse.fused.split_ranks")
     halves = int(np.isin(events.ph, [ord("B"), ord("E")]).sum())

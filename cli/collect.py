@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from scaletrace.cli.common import document, err, exit_codes, print_json
+from scaletrace.errors import UsageError
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """How this command is to be registered: what follows `--` belongs to the job."""
@@ -21,7 +22,10 @@ def collect(
         typer.Argument(metavar="COMMAND…", help="The job, as you start it today, after `--`.", show_default=False),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Capture folder.", show_default="capture-JOB or capture-DATE-TIME")
+        Path | None,
+        typer.Option(
+            "--output", "-o", "--out", help="Capture folder.", show_default="capture-JOB or capture-DATE-TIME"
+        ),
     ] = None,
     start_step: Annotated[int, typer.Option(help="First step to record, counted from 0.")] = 5,
     steps: Annotated[int, typer.Option(help="Steps to record.")] = 3,
@@ -59,6 +63,8 @@ def collect(
     """
     options = dict(locals())
     with exit_codes(debug):
+        if command[0].startswith("-"):
+            raise UsageError(f"no such option: {command[0]} (the job goes behind `--`; see scaletrace collect --help)")
         from scaletrace.collect.launch import default_folder, leave_as, run
         from scaletrace.collect.settings import Settings
 

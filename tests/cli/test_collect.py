@@ -48,6 +48,7 @@ def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
     ("arguments", "code", "part"),
     [
         (["--steps", "0", "--", "true"], 2, "0 steps"),
+        (["--nonsense", "--", "true"], 2, "no such option: --nonsense"),
         (["--ranks", "first", "--", "true"], 2, "'first' is no rank"),
         (["--fake-world", "8", "--rank", "8", "--", "true"], 2, "not in a world of 8"),
         (["--", "no-such-command-anywhere"], 1, "can't be started"),

@@ -1,7 +1,7 @@
 """Turns an installation without extras into a verdict: every analysis room imports and answers on one capture.
 
 CI runs it against the newest pandas, in an environment that has none of the optional packages:
-python check_core.py CAPTURE
+python check_core.py [CAPTURE]
 """
 
 from __future__ import annotations
@@ -41,4 +41,4 @@ def main(capture: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent.parent / "traces" / "samples" / "ddp_w2"))

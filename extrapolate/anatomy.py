@@ -214,6 +214,8 @@ def forward_ops(trace: RankTrace, sections: Sections) -> IntArray:
     """Rows of the forward operators with recorded dimensions, outermost or not, in order of time."""
     events = trace.events
     rows = np.flatnonzero(events.in_cats("cpu_op") & (events.texts("Input Dims") >= 0))
+    if not len(sections.phase):
+        return np.zeros(0, np.int64)
     at = sections.at(events.ts_ns[rows])
     forward = (at >= 0) & (sections.phase[np.maximum(at, 0)] == int(Phase.FORWARD))
     return np.asarray(rows[forward], np.int64)

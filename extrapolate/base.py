@@ -327,13 +327,18 @@ def _warn(found: Sequence[Evidence], cluster: Cluster, health: Health) -> None:
             health.note(f"All measured groups fit one domain of {cluster.node_size}: costs beyond it are the prior's.")
 
 
+def has_data_axis(graph: Graph) -> bool:
+    """Whether any collective of the job belongs to a data axis, so that growing it costs something."""
+    axes = {axis_of(graph.groups[item.group].axis) for item in graph.collectives if item.group >= 0}
+    return bool(axes & set(DATA_AXES))
+
+
 def _warn_data_axis(graph: Graph, health: Health) -> None:
     """Say so where growing the data axis would add ranks that never talk, or what they say has no cost model."""
     unmodelled = sum(item.kind not in FAMILY for item in graph.collectives)
     if unmodelled:
         health.guessed["collectives of a kind without a cost model, which keep their measured time"] += unmodelled
-    axes = {axis_of(graph.groups[item.group].axis) for item in graph.collectives if item.group >= 0}
-    if not axes & set(DATA_AXES):
+    if not has_data_axis(graph):
         health.note(
             "The trace holds no collective of a data axis, so more data-parallel ranks cost nothing here; "
             "record the job with at least two of them to have gradients synchronised."

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.base import Base, prepare
+from scaletrace.extrapolate.base import Base, has_data_axis, prepare
 from scaletrace.extrapolate.calibrate import Evidence
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.layout import Layout
@@ -56,6 +56,7 @@ class ScalingCurve:
         return {
             "cluster": self.base.cluster.name,
             "measured_gpus": self.base.ranks,
+            "data_axis_seen": has_data_axis(self.base.graph),
             "scaling": "weak" if self.options.weak else "strong",
             "points": [point.to_json() for point in self.points],
             "knee_gpus": self.knee_gpus,

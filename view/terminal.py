@@ -273,6 +273,8 @@ def layout_text(layout: Any) -> str:
 
 def curve_headline(doc: Document) -> str:
     """One sentence: where the knee is, where communication dominates, what to measure next."""
+    if doc.get("data_axis_seen") is False:
+        return "This trace holds no collective of a data axis, so how the job scales can't be told from it."
     parts = []
     if units.is_number(doc.get("knee_gpus")):
         parts.append(f"scaling bends at {units.number(doc['knee_gpus'])} GPUs")
@@ -285,10 +287,19 @@ def curve_headline(doc: Document) -> str:
     return "; ".join(parts).capitalize().replace("gpus", "GPUs") + "." if parts else "No point could be computed."
 
 
+def _ideal(point: Document) -> str:
+    """The step without what overlap costs the kernels, where that makes a difference of a percent."""
+    step, ideal = _p50(point.get("step_time_s")), point.get("ideal_overlap_step_time_s")
+    if step is None or not units.is_number(ideal) or ideal > 0.99 * step:
+        return units.MISSING
+    return units.seconds(ideal)
+
+
 _CURVE_COLUMNS: tuple[tuple[str, Callable[[Document], str], bool], ...] = (
     ("GPUs", lambda p: units.number(p.get("gpus")), True),
     ("step", lambda p: units.seconds(_p50(p.get("step_time_s"))), True),
     ("band", lambda p: _band(p.get("step_time_s")), True),
+    ("if overlap is free", _ideal, True),
     ("tok/s/GPU", lambda p: units.number(_p50(p.get("tokens_per_s_per_gpu"))), True),
     ("MFU", lambda p: units.percent(_p50(p.get("mfu"))), True),
     ("exposed", lambda p: units.percent(_p50(p.get("exposed_comm_fraction"))), True),

@@ -81,7 +81,9 @@ def test_names_beat_headers_that_all_say_the_same(tmp_path: Path) -> None:
     capture = choose(discover(tmp_path, Health()), None, Health())
 
     assert (0, 1) == capture.ranks
-    assert {"file name (after “rank”), since several headers state the same rank"} == {f.rank_rule for f in capture.files}
+    assert {"file name (after “rank”), since several headers state the same rank"} == {
+        f.rank_rule for f in capture.files
+    }
 
 
 def test_cycles_of_one_folder_stay_apart(tmp_path: Path) -> None:

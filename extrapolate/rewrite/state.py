@@ -98,7 +98,10 @@ def message_ns(state: State) -> Callable[[int, int, int], int]:
     """Time of a message between stages: the measured median stretched by the cost model, the model alone without one."""
     graph = state.graph
     nodes = np.flatnonzero((graph.kind == int(NodeKind.TRANSFER)) & state.anatomy.is_message)
-    measured = float(np.median(graph.dur_ns[nodes])) if len(nodes) else 0.0
+    # Of a pair the longer side counts: a send is over when its bytes are buffered, a receive when they are there.
+    longest = np.zeros(len(graph.collectives) + 1)
+    np.maximum.at(longest, graph.instance[nodes], graph.dur_ns[nodes])
+    measured = float(np.median(longest[np.unique(graph.instance[nodes])])) if len(nodes) else 0.0
     sizes = [max(graph.collectives[i].bytes_in, graph.collectives[i].bytes_out) for i in graph.instance[nodes].tolist()]
     size = float(np.median(sizes)) if sizes else 0.0
     stride = max(1, state.layout.span("pp").stride)

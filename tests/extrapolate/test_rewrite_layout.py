@@ -22,7 +22,7 @@ from scaletrace.extrapolate.rewrite.ep import imbalance, spread_experts
 from scaletrace.extrapolate.rewrite.precision import reduce_in
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence, spread_context
 from scaletrace.extrapolate.rewrite.stages import pipeline
-from scaletrace.extrapolate.rewrite.state import State
+from scaletrace.extrapolate.rewrite.state import State, message_ns
 from scaletrace.extrapolate.rewrite.tp import tensor
 from scaletrace.parse.build import build
 from scaletrace.parse.graph import Graph, NodeKind
@@ -297,6 +297,19 @@ def test_a_layout_is_reached_in_one_call(stateful: Stateful) -> None:
     assert {"all_reduce": 4} == kinds(made, "dp")
     assert {"all_reduce": 2 * 4 * 2} == kinds(made, "tp")
     assert {"dp": 8, "tp": 2, "pp": 2} == {group.axis: group.size for group in made.graph.groups}
+
+
+def test_a_measured_message_takes_as_long_as_its_receiver_waited(stateful: Stateful) -> None:
+    """A send ends when its bytes are buffered, so the receiver's side is the message's time; half the bytes take less."""
+    state = pipeline(stateful(4, 2), 2)
+    graph = state.graph
+    ends = np.array(["RECV" in name for name in graph.names])[graph.name]
+    transfers = graph.kind == int(NodeKind.TRANSFER)
+    dur_ns = np.where(transfers, np.where(ends, 900_000, 10), graph.dur_ns)
+    time = message_ns(replace(state, graph=replace(graph, dur_ns=dur_ns)))
+
+    assert 900_000 == time(1024, 0, 1)
+    assert 0 < time(512, 0, 1) <= 900_000 <= time(2048, 0, 1)
 
 
 def test_replicas_of_shards_reduce_what_was_scattered(stateful: Stateful) -> None:

@@ -147,7 +147,7 @@ def predict(log: PipelineLog, program: Program) -> Graph:
         share = layers / program.chunks + (head if action.stage == program.stages - 1 else 0.0)
         if action.op in (Op.INPUT, Op.WEIGHT):
             share /= 2
-        return int(round(float(share) + times.overhead_ns))
+        return round(float(share) + times.overhead_ns)
 
     return pipeline_graph(program, time_ns, lambda size, src, dst: round(max(0.0, times.hop_ns - times.overhead_ns)))
 

@@ -187,16 +187,21 @@ def cut(
     if loom.dropped:
         health.dropped["dependencies between layers on different stages"] += loom.dropped
     woven = loom.finish()
-    count = np.ones(program.ranks * len(columns), np.int32)
-    if len(graph.multiplicity) == len(ranks):
-        of_rank = dict(zip(ranks, graph.multiplicity.tolist(), strict=True))
-        count[:] = [of_rank[columns[new % len(columns)][0]] for new in range(len(count))]
+    count = _counts(graph, ranks, program.ranks, columns)
     return Cut(
         replace(woven.graph, multiplicity=count),
         _moved(anatomy, woven, plans, starts, [copy.unit for row in rows for copy in row]),
         woven.origin,
         health,
     )
+
+
+def _counts(graph: Graph, ranks: Sequence[int], stages: int, columns: Sequence[Sequence[int]]) -> Int32Array:
+    """How many real ranks each new rank stands for: as many as its column's first rank did."""
+    if len(graph.multiplicity) != len(ranks):
+        return np.ones(stages * len(columns), np.int32)
+    of_rank = dict(zip(ranks, graph.multiplicity.tolist(), strict=True))
+    return np.array([of_rank[column[0]] for _ in range(stages) for column in columns], np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,8 +289,8 @@ def curve_headline(doc: Document) -> str:
 
 def _ideal(point: Document) -> str:
     """The step without what overlap costs the kernels, where that makes a difference of a percent."""
-    step, ideal = _p50(point.get("step_time_s")), point.get("ideal_overlap_step_time_s")
-    if step is None or not units.is_number(ideal) or ideal > 0.99 * step:
+    step, ideal = _p50(point.get("step_time_s")), _p50(point.get("ideal_overlap_step_time_s"))
+    if step is None or ideal is None or ideal > 0.99 * step:
         return units.MISSING
     return units.seconds(ideal)
 

@@ -129,14 +129,10 @@ def test_a_measured_layer_is_stretched_by_the_ratio_of_shapes() -> None:
     assert work.layer_s(Layout(tp=4, mbs=1, seq=2048))[0] < 3e-3
 
 
-def test_the_70b_search_over_4096_gpus_is_quick() -> None:
-    """Tens of thousands of layouts within seconds, and the answer trains a 70B model in 80 GB."""
-    import time
-
-    began = time.process_time()
+def test_the_70b_search_over_4096_gpus_finds_one_that_fits() -> None:
+    """Thousands of layouts are looked at, and the answer trains a 70B model in 80 GB (benchmarks/search.py times it)."""
     found = search(described(load_model("llama3-70b")), Network(H100), Space(4096, 2048, 8192, 76e9))
 
-    assert time.process_time() - began < 30
     assert found.candidates > 5_000
     assert found.best.memory is not None
     assert found.best.memory.total < 76e9

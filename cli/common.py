@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,17 @@ from rich.console import Console
 from scaletrace import __version__
 from scaletrace.errors import ScaletraceError, UsageError
 
-out = Console(highlight=False)
+
+class _Console(Console):
+    """A console whose reader may stop reading, as `| head` does."""
+
+    def on_broken_pipe(self) -> None:
+        """End quietly; what was asked for was printed."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
+
+
+out = _Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 

@@ -15,7 +15,7 @@ from scaletrace.cli.replay import show as show_replay
 from scaletrace.cli.replay import write
 
 REPLAYED = "ddp_straggler_w4"
-STRETCHED = "ddp_w4"
+STRETCHED = "ddp_w2"
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -67,7 +67,7 @@ def _extrapolate(sample: Path, output: Path, spoken: bool) -> dict[str, Any]:
 
     if spoken:
         out.print()
-        out.rule(f"[bold]2  extrapolate[/]  {sample.name}: the same job without the slow rank, on more ranks")
+        out.rule(f"[bold]2  extrapolate[/]  {sample.name}: two ranks of the same job, none slowed, on more ranks")
     curve = extrapolate(build(load(str(sample))), sizes=list(SIZES))
     answer = document("scaletrace.extrapolate/1", sample.name, curve.health.to_json(), **curve.to_json_parts())
     (output / "curve.json").write_text(json.dumps(answer, indent=1, allow_nan=False) + "\n")

@@ -46,7 +46,7 @@ def extrapolate(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where curve.json goes.")] = Path("curve.json"),
     timelines: Annotated[str, _TIMELINES] = "",
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Write the files, print nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Write the files, print nothing.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
 ) -> None:
     """Stretch a measured job to larger clusters, with a band and the origin of every number.

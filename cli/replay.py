@@ -37,6 +37,7 @@ def replay(
 
         chosen = parse_ranks(ranks) if ranks else None
         result = replay_job(read_job(path))
+        _refuse_absent(chosen, result)
         answer = document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
         drawn = None if no_trace else write(result, output, chosen)
         if graphml is not None:
@@ -58,6 +59,16 @@ def parse_ranks(text: str) -> list[int]:
             raise UsageError(f"--ranks: whole numbers and ranges as in 0,3,8-15, got {part!r}")
         found.extend(range(int(low), int(high or low) + 1))
     return found
+
+
+def _refuse_absent(chosen: list[int] | None, result: ReplayResult) -> None:
+    """A trace without a rank that was asked for would look like one in which nothing happened."""
+    from scaletrace.errors import UsageError
+
+    present = [rank.rank for rank in result.built.job.ranks]
+    absent = sorted(set(chosen or ()) - set(present))
+    if absent:
+        raise UsageError(f"--ranks: rank {absent[0]} is not in this capture, which holds {len(present)} ranks")
 
 
 def write(result: ReplayResult, output: Path, ranks: list[int] | None = None) -> WriteReport:

@@ -27,7 +27,7 @@ def search(
     layout: Annotated[str, typer.Option(help="Layout of the capture, where its groups do not tell.")] = "",
     best: Annotated[int, typer.Option(help="How many to show.")] = 10,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the best layout alone.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the best layout alone.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
 ) -> None:
     """Find the fastest layouts at a size that fit into memory, and say why the next ones lose.

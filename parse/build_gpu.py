@@ -139,18 +139,10 @@ def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Heal
 
 
 def _count_links(calls: Calls, kernels: Kernels, health: Health) -> None:
-    launches = np.isin(calls.meaning, (Call.LAUNCH, Call.GRAPH_LAUNCH))
-    counts = np.diff(kernels.ptr)
-    for reason, number in (
-        ("launches without device records", int((launches & (counts == 0)).sum())),
-        ("device records without a launch", int((kernels.call < 0).sum())),
-        (
-            "launches with several kernels (stream attribution unreliable)",
-            int(((calls.meaning == Call.LAUNCH) & (counts > 1)).sum()),
-        ),
-    ):
-        if number:
-            health.unmatched[reason] += number
+    """Count what makes the stream of a kernel doubtful; launches and records without each other are the survey's."""
+    several = int(((calls.meaning == Call.LAUNCH) & (np.diff(kernels.ptr) > 1)).sum())
+    if several:
+        health.unmatched["launches with several kernels (stream attribution unreliable)"] += several
 
 
 def estimate(calls: Calls, kernels: Kernels, syncs: SyncEdges | None, job_launch_ns: int | None) -> Constants:

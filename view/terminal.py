@@ -82,17 +82,37 @@ def replay_headline(doc: Document) -> str:
         mean = sum(s["measured_ns"] for s in steps) / len(steps)
         parts.append(f"{len(steps)} step{'s' * (len(steps) != 1)} of {units.duration(mean)} on average")
     if doc.get("mean_abs_error") is not None:
-        parts.append(f"replayed within {units.percent(doc['mean_abs_error'])}")
+        strict = (doc.get("quality") or {}).get("strict_error")
+        without = f" ({units.percent(strict)} without its unexplained stalls)" if units.is_number(strict) else ""
+        parts.append(f"replayed within {units.percent(doc['mean_abs_error'])}{without}")
     share = {k: v for k, v in (path.get("share") or {}).items() if units.is_number(v)}
     if share:
         top = max(share, key=lambda k: share[k])
         parts.append(f"the critical path is {units.percent(share[top])} {units.clean(top)}")
-    late = [s for s in doc.get("stragglers") or () if s.get("caused_wait_ns")]
-    if late:
-        worst = max(late, key=lambda s: s["caused_wait_ns"])
-        wait = units.duration(worst["caused_wait_ns"] / max(len(steps), 1))
-        parts.append(f"rank {worst['rank']} kept each of the others waiting {wait}" + " a step" * bool(steps))
+    if (late := _straggler_phrase(doc, max(len(steps), 1), bool(steps))) is not None:
+        parts.append(late)
     return "; ".join(parts).capitalize() + "." if parts else "No complete step was found."
+
+
+_STANDS_OUT = 0.02
+"""A rank is named in the headline when its peers' pace would save this share of the time."""
+
+
+def _straggler_phrase(doc: Document, steps: int, by_step: bool) -> str | None:
+    """Which rank costs the job most, by counterfactual; that none stands out; None for a single rank."""
+    ranks = [s for s in doc.get("stragglers") or () if units.is_number(s.get("caused_wait_ns"))]
+    if not ranks:
+        return None
+    worst = max(ranks, key=lambda s: (s.get("shorter_by_ns") or 0, s["caused_wait_ns"]))
+    length = (doc.get("critical_path") or {}).get("length_ns") or 0
+    saved = worst.get("shorter_by_ns")
+    if saved is not None and saved < _STANDS_OUT * length:
+        return "no rank stands out"
+    step, wait = " a step" * by_step, worst["caused_wait_ns"] / steps
+    if saved is None:
+        return f"rank {worst['rank']} kept each of the others waiting {units.duration(wait)}{step}"
+    waiting = f": each of the others waits {units.duration(wait)} for it" if wait else ""
+    return f"rank {worst['rank']} costs {units.duration(saved / steps)}{step}{waiting}"
 
 
 def _titled(title: str, table: Table) -> Group:
@@ -105,7 +125,7 @@ def steps_table(doc: Document) -> RenderableType:
     for step in doc.get("steps") or ():
         _row(
             table,
-            str(step.get("step", units.MISSING)),
+            "window" if step.get("step") == -1 else str(step.get("step", units.MISSING)),
             units.duration(step.get("measured_ns")),
             units.duration(step.get("replayed_ns")),
             units.percent(step.get("error"), signed=True),
@@ -164,14 +184,18 @@ def _some_ranks(every: list[tuple[str, Document]]) -> list[tuple[str, Document]]
 
 def collectives_table(doc: Document) -> RenderableType:
     rows = sorted(doc.get("collectives") or (), key=lambda c: -((c.get("wait_ns") or 0) + (c.get("transfer_ns") or 0)))
-    title = "Collectives" if len(rows) <= _MOST_ROWS else f"Collectives (the {_MOST_ROWS} longest of {len(rows)})"
-    table = _table("axis", "kind", "ranks", "bytes", "count", "wait", "transfer", "bus bw", text_columns=2)
+    title = (
+        "Collectives, summed over ranks"
+        if len(rows) <= _MOST_ROWS
+        else f"Collectives, summed over ranks (the {_MOST_ROWS} longest of {len(rows)})"
+    )
+    table = _table("axis", "kind", "ranks", "bytes", "count", "Σ wait", "Σ transfer", "bus bw", text_columns=2)
     for item in rows[:_MOST_ROWS]:
         _row(
             table,
             units.clean(item.get("axis") or "?", 8),
             units.shorten(item.get("kind") or "?", 16),
-            units.number(item.get("group_size")),
+            units.number(size if (size := item.get("group_size")) is not None and size > 0 else None),
             units.size(item.get("bytes")),
             units.number(item.get("count")),
             units.duration(item.get("wait_ns")),
@@ -182,20 +206,19 @@ def collectives_table(doc: Document) -> RenderableType:
 
 
 def stragglers_table(doc: Document) -> RenderableType:
-    """For each late rank how long each of the others waited for it, and what its peers' pace would save."""
-    table = _table("rank", "each waited", "a step", "without its delay", text_columns=0)
+    """For each late rank how long each of the others waited for it, and what its peers' pace would save, per step."""
     steps = max(len([s for s in doc.get("steps") or () if s.get("measured_ns")]), 1)
-    rows = sorted(doc.get("stragglers") or (), key=lambda s: -(s.get("caused_wait_ns") or 0))
-    for item in [row for row in rows if row.get("caused_wait_ns")][:8]:
+    table = _table("rank", "each other waited", "at its peers' pace", text_columns=0)
+    rows = [s for s in doc.get("stragglers") or () if s.get("caused_wait_ns") or s.get("shorter_by_ns")]
+    for item in sorted(rows, key=lambda s: (-(s.get("shorter_by_ns") or 0), -(s.get("caused_wait_ns") or 0)))[:8]:
         saved = item.get("shorter_by_ns")
         _row(
             table,
             str(item.get("rank", units.MISSING)),
-            units.duration(item["caused_wait_ns"]),
-            units.duration(item["caused_wait_ns"] / steps),
-            units.MISSING if saved is None else f"{units.duration(saved)} sooner",
+            units.duration((item.get("caused_wait_ns") or 0) / steps),
+            units.MISSING if saved is None else f"{units.duration(saved / steps)} shorter",
         )
-    return _titled("Who made others wait", table)
+    return _titled("Who made others wait, a step" if doc.get("steps") else "Who made others wait", table)
 
 
 def path_table(doc: Document, most: int = 10) -> RenderableType:
@@ -304,7 +327,7 @@ _CURVE_COLUMNS: tuple[tuple[str, Callable[[Document], str], bool], ...] = (
     ("MFU", lambda p: units.percent(_p50(p.get("mfu"))), True),
     ("exposed", lambda p: units.percent(_p50(p.get("exposed_comm_fraction"))), True),
     ("memory", lambda p: units.size(_p50(p.get("memory_bytes"))), True),
-    ("dominant", lambda p: units.shorten(p.get("dominant") or units.MISSING, 18), False),
+    ("largest part", lambda p: units.shorten(p.get("dominant") or units.MISSING, 18), False),
     ("provenance", lambda p: units.shorten(provenance_text(p.get("provenance")), 14), False),
 )
 """Heading, text of a point, and whether it is a number."""

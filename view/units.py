@@ -6,7 +6,7 @@ import math
 
 MISSING = "–"
 _TIMES = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"))
-_BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_BYTES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _RATES = ((10**12, "TB/s"), (10**9, "GB/s"), (10**6, "MB/s"), (10**3, "kB/s"))
 LONGEST_NAME = 4096
 """Characters of a name that are kept; C++ kernel names of 2,000 are real, longer ones are junk or an attack."""
@@ -47,7 +47,7 @@ def seconds(value_s: float | None) -> str:
 
 
 def size(size_bytes: float | None) -> str:
-    """Bytes in binary units: 65536 → "64 KiB"; negative stands for unknown in our tables."""
+    """Bytes in decimal units, as nccl-tests and links count: 65536 → "65.5 kB"; negative stands for unknown in our tables."""
     return _scaled(size_bytes if size_bytes is not None and size_bytes >= 0 else None, _BYTES, "B")
 
 

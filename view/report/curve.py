@@ -184,7 +184,7 @@ def memory(doc: Document) -> Plot | None:
         return None
     limit = num(doc.get("memory_limit_bytes"))
     x = gpu_scale([size for size, _, _ in known])
-    y = up_scale(max([v for _, v, _ in known] + ([limit] if limit else [])) / 2**30, lambda t: f"{units.number(t)} GiB")
+    y = up_scale(max([v for _, v, _ in known] + ([limit] if limit else [])) / 1e9, lambda t: f"{units.number(t)} GB")
     marks = [
         svg.point(x(s), y(v / 2**30), "f7", f"{units.number(s)} GPUs: {units.size(v)}", _shape(p)) for s, v, p in known
     ]

@@ -12,6 +12,7 @@ from scaletrace.cli.reading import read_job, reads_captures
 if TYPE_CHECKING:
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.workload import Workload
+    from scaletrace.parse.build import Built
 
 
 @reads_captures
@@ -79,9 +80,33 @@ def _workload(path: str, cluster: str, layout: str) -> tuple[Workload, Cluster, 
     machine = Cluster.load(cluster) if cluster else guess_cluster(job)
     on_cpu = machine.device.generation == "cpu"
     work = from_job(built, dissect(built, measured), measured, None if on_cpu else machine.device)
+    _refuse_misfit(work, guess_cluster(job), built, path)
     anchor = work.anchor
     samples = anchor.layout.mbs * max(1, anchor.layout.microbatches) if anchor else 1
     return work, machine, samples * measured.data_ranks / measured.ranks
+
+
+FIT = 2.0
+"""A model whose step is further off the measured one than by this factor does not describe the job."""
+
+
+def _refuse_misfit(work: Workload, machine: Cluster, built: Built, path: str) -> None:
+    """Raise InputError where the model found in a capture does not take about as long as the capture's own steps."""
+    from scaletrace.errors import InputError
+    from scaletrace.extrapolate.estimate import Network, estimate
+    from scaletrace.replay.accuracy import step_errors
+    from scaletrace.replay.engine import replay
+
+    steps = [step.measured_ns for step in step_errors(built.graph, built.measured, replay(built.graph))]
+    if work.anchor is None or not steps:
+        return
+    measured_s = sorted(steps)[len(steps) // 2] / 1e9
+    modelled_s = estimate(work, work.anchor.layout, Network(machine)).step_s
+    if not measured_s / FIT <= modelled_s <= measured_s * FIT:
+        raise InputError(
+            f"{path}: as a transformer this job would take {modelled_s:.3g} s a step, but it took {measured_s:.3g} s, "
+            "so a search from it would mislead; name a model instead (scaletrace catalog models)"
+        )
 
 
 def _show(answer: dict[str, Any]) -> None:

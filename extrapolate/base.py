@@ -45,6 +45,7 @@ from scaletrace.parse.graph import Graph, GraphCollective, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
 from scaletrace.replay.engine import replay
+from scaletrace.replay.stragglers import stragglers
 from scaletrace.replay.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -175,6 +176,7 @@ def prepare(
     if bucket_bytes is not None:
         graph, optimizer = _with_buckets(graph, optimizer, bucket_bytes, cluster, calibration, health)
     _warn_data_axis(graph, health)
+    _warn_straggler(replay(built.graph), health)
     base = _assembled(graph, optimizer, ranks, layout, cluster, calibration, health)
     return replace(
         base,
@@ -325,6 +327,21 @@ def _warn(found: Sequence[Evidence], cluster: Cluster, health: Health) -> None:
         largest = max(item.ranks for item in found)
         if largest <= cluster.node_size:
             health.note(f"All measured groups fit one domain of {cluster.node_size}: costs beyond it are the prior's.")
+
+
+STANDS_OUT = 0.05
+"""A rank whose own delay takes this share of the measured time is named."""
+
+
+def _warn_straggler(timeline: Timeline, health: Health) -> None:
+    """Say so where a slow rank is stretched along: its delay shows as communication of the ranks that wait for it."""
+    worst = max(stragglers(timeline), key=lambda found: found.shorter_by_ns, default=None)
+    if worst is not None and worst.shorter_by_ns > STANDS_OUT * timeline.makespan_ns:
+        share = worst.shorter_by_ns / timeline.makespan_ns
+        health.note(
+            f"Rank {worst.rank} holds the job up for {share:.0%} of the measured time and is stretched along, as waiting "
+            f"that counts as communication; see what it costs with whatif --set rank{worst.rank}.delay=none."
+        )
 
 
 def has_data_axis(graph: Graph) -> bool:

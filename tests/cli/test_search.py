@@ -70,9 +70,16 @@ def test_what_can_not_be_is_one_sentence(words: tuple[str, ...], code: int, sent
 
 def test_a_capture_is_searched_from_its_measured_layers(shared_data: Path) -> None:
     """Model and times come from the trace, and the answer says so."""
-    code, text = call(str(shared_data / "gloo" / "ddp_w2"), "--gpus", "4", "--batch", "32", "--seq", "8", "--json")
+    code, text = call(str(shared_data / "gloo" / "pp_1f1b_w2"), "--gpus", "4", "--batch", "32", "--seq", "8", "--json")
     answer = json.loads(text)
 
     assert 0 == code
     assert "measured and stretched" == answer["compute"]
     assert any("Model read from shapes: 2 layers of width 64" in note for note in answer["health"]["notes"])
+
+
+def test_a_model_that_does_not_take_as_long_is_refused(shared_data: Path) -> None:
+    """Where the transformer read from a capture would take a fraction of the measured step, no layout is shown."""
+    code, text = call(str(shared_data / "gloo" / "ddp_w2"), "--gpus", "8", "--json")
+
+    assert (1, True) == (code, "would mislead" in text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from scaletrace.view.report.html import Html, join, tag
 
 WIDTH, HEIGHT = 480, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 46
+LEFT, RIGHT, TOP, BOTTOM = 88, 14, 34, 46
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8c8c8c", "#7a5195")
 """Okabe and Ito's colours, which differ for colour-blind readers too, slightly darkened for white paper."""
 

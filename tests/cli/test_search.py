@@ -75,7 +75,7 @@ def test_a_capture_is_searched_from_its_measured_layers(shared_data: Path) -> No
 
     assert 0 == code
     assert "measured and stretched" == answer["compute"]
-    assert any("Model read from shapes: 2 layers of width 64" in note for note in answer["health"]["notes"])
+    assert any("Model read from shapes: 4 layers of width 64" in note for note in answer["health"]["notes"])
 
 
 def test_a_model_that_does_not_take_as_long_is_refused(shared_data: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,26 @@ def document(schema: str, source: str, health: dict[str, Any], **parts: Any) -> 
 
 def print_json(answer: dict[str, Any]) -> None:
     """One JSON document on stdout and nothing else there."""
-    sys.stdout.write(json.dumps(answer, indent=1, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(finite(answer), indent=1, allow_nan=False) + "\n")
+
+
+MOST_GPUS = 10_000_000
+
+
+def in_range(option: str, value: float | None, low: float, high: float = math.inf) -> None:
+    """Raise UsageError unless `value` is None or a real number in [low, high]."""
+    if value is not None and not (math.isfinite(value) and low <= value <= high):
+        upto = f" and at most {high:,g}" if math.isfinite(high) else ""
+        raise UsageError(f"{option}: {value} is not possible; at least {low:g}{upto}")
+
+
+def finite(value: Any) -> Any:
+    """The same with null for numbers that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager
@@ -49,6 +69,22 @@ def exit_codes(debug: bool = False) -> Iterator[None]:
             raise
         err.print(f"[bold red]error:[/] {_plain(str(error))}", soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+    except BrokenPipeError:
+        raise
+    except (OSError, RecursionError, MemoryError) as error:
+        if debug:
+            raise
+        err.print(f"[bold red]error:[/] {_plain(_in_words(error))}", soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _in_words(error: OSError | RecursionError | MemoryError) -> str:
+    """One sentence for what the system refused."""
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror or error}; check the path and its permissions"
+    if isinstance(error, RecursionError):
+        return "a file is nested too deeply to be read"
+    return "not enough memory; read fewer ranks, or bound it with --read-memory"
 
 
 def _plain(text: str) -> str:

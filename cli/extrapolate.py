@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, err, exit_codes, out, print_json
+from scaletrace.cli.common import MOST_GPUS, document, err, exit_codes, in_range, out, print_json
 from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ def extrapolate(
         from scaletrace.parse.build import build
         from scaletrace.view.progress import progress
 
+        in_range("--overlap-slowdown", overlap_slowdown, 0, 100)
+        in_range("--nics", nics, 1, 1000)
+        in_range("--bucket-mb", bucket_mb, 1e-3, 1e6)
+        in_range("--tokens", tokens, 1)
+        in_range("--flop", flop, 1)
+        in_range("--knee", knee, 0, 1)
         sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
         evidence = [piece for entry in nccl_tests or [] for piece in _nccl_tests(entry)]
         built = build(read_job(path))
@@ -92,9 +98,11 @@ def _sizes(text: str, option: str) -> list[int]:
     from scaletrace.errors import UsageError
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    wrong = [part for part in parts if not part.isdigit() or int(part) < 1]
+    wrong = [part for part in parts if not part.isdigit() or not 1 <= int(part) <= MOST_GPUS]
     if wrong or not parts:
-        raise UsageError(f"{option}: sizes are whole numbers ≥ 1 as in 16,64,256, got {wrong[0] if wrong else text!r}")
+        raise UsageError(
+            f"{option}: sizes are whole numbers from 1 to {MOST_GPUS:,} as in 16,64,256, got {wrong[0] if wrong else text!r}"
+        )
     return [int(part) for part in parts]
 
 

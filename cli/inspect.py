@@ -169,7 +169,12 @@ def show(answer: dict[str, Any]) -> None:
     rules = ", ".join(ranks["found_by"])
     out.print(f"[bold]{escape(_plain(answer['input']))}[/]", soft_wrap=True)
     out.print(f"ranks    {len(ranks['present'])} of {ranks['expected']}{missing} (from {escape(rules)})")
-    steps = _few(answer["steps"]) if answer["steps"] else "none marked; the whole window counts"
+    count = len(answer["steps"])
+    steps = (
+        f"{_few(answer['steps'])} ({count} step{'s' * (count != 1)})"
+        if count
+        else "none marked; the whole window counts"
+    )
     hosts = f", {len(answer['hosts'])} host{'s' if len(answer['hosts']) != 1 else ''}" if answer["hosts"] else ""
     out.print(f"steps    {steps}    backend {answer['backend'] or 'not stated'}{hosts}")
     if len(answer["captures"]) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -47,6 +48,7 @@ def query(
         from scaletrace.view import sql as engine
 
         question = _question(sql, ask)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the engine runs outside Python, and a query may never end
         answer = engine.query(file, question, binary)
         if as_json:
             rows = [[_plain(cell) for cell in row] for row in answer.rows]

@@ -33,10 +33,13 @@ def replay(
     Example: scaletrace replay runs/8gpu -o step.pftrace
     """
     with exit_codes(debug):
+        from scaletrace.errors import InputError
         from scaletrace.replay.result import replay_job
 
         chosen = parse_ranks(ranks) if ranks else None
         result = replay_job(read_job(path))
+        if not len(result.built.graph):
+            raise InputError(f"{path}: nothing to replay, the trace holds no work; see scaletrace inspect")
         _refuse_absent(chosen, result)
         answer = document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
         drawn = None if no_trace else write(result, output, chosen)
@@ -57,7 +60,10 @@ def parse_ranks(text: str) -> list[int]:
         low, _, high = part.strip().partition("-")
         if not low.isdigit() or (high and not high.isdigit()):
             raise UsageError(f"--ranks: whole numbers and ranges as in 0,3,8-15, got {part!r}")
-        found.extend(range(int(low), int(high or low) + 1))
+        first, last = int(low), int(high or low)
+        if not first <= last < 1 << 20:
+            raise UsageError(f"--ranks: {part!r} is no range of ranks")
+        found.extend(range(first, last + 1))
     return found
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, exit_codes, out, print_json
+from scaletrace.cli.common import document, exit_codes, in_range, out, print_json
 from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ def search(
     Example: scaletrace search llama3-70b --gpus 4096 --cluster dgx_h100 --batch 2048
     """
     with exit_codes(debug):
-        from scaletrace.errors import UsageError
         from scaletrace.extrapolate.estimate import Network
         from scaletrace.extrapolate.search import Space
         from scaletrace.extrapolate.search import search as find
 
-        if gpus < 1 or best < 1:
-            raise UsageError(f"--gpus and --best are at least 1, got {gpus} and {best}")
+        in_range("--gpus", gpus, 1, 1_000_000)
+        in_range("--best", best, 1, 1000)
+        in_range("--batch", batch, 0, 1e7)
+        in_range("--seq", seq, 0, 1e9)
+        in_range("--memory", memory, 0, 1e6)
         work, machine, per_gpu = _workload(path, cluster, layout)
         limit = memory * 1e9 or 0.95 * machine.device.memory_bytes
         space = Space(gpus, batch or max(1, round(per_gpu * gpus)), seq or work.model.seq, limit)
@@ -62,12 +64,15 @@ def _workload(path: str, cluster: str, layout: str) -> tuple[Workload, Cluster, 
     """The workload, the cluster and the samples a GPU of a step, from a model's name or a capture."""
     from pathlib import Path
 
+    from scaletrace.errors import UsageError
     from scaletrace.extrapolate.base import guess_cluster
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.described.models import load_model, model_names
     from scaletrace.extrapolate.workload import Workload, from_job
 
     if path in model_names() or (path.endswith((".yaml", ".yml")) and Path(path).is_file()):
+        if layout:
+            raise UsageError("--layout says how a capture was laid out; a model has no measured layout")
         machine = Cluster.load(cluster or "dgx_h100")
         return Workload.described(load_model(path), machine.device), machine, 2.0
     from scaletrace.extrapolate.anatomy import dissect

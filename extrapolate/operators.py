@@ -68,6 +68,8 @@ def _partners(events: Events, rows: IntArray, backward: BoolArray, sequence: Int
     out = np.full(len(rows), -1, np.int32)
     number = events.ints("Sequence number")
     numbered = np.flatnonzero((number >= 0) & events.in_cats("cpu_op"))
+    if not len(rows):
+        return out
     within = _enclosing(events, rows, numbered)
     forward = numbered[(within >= 0) & ~backward[np.maximum(within, 0)]]
     owner = within[(within >= 0) & ~backward[np.maximum(within, 0)]]

@@ -16,6 +16,7 @@ from scaletrace.errors import InputError
 from scaletrace.parse.events import MISSING, Events
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Group, RankTrace
+from scaletrace.parse.limits import MOST_RANKS
 
 AXES = ("dp", "fsdp", "tp", "pp", "ep", "cp", "world")
 _NUMBERS = re.compile(r"-?\d+")
@@ -76,6 +77,8 @@ def restore_members(text: str, size: int = MISSING, start: int = MISSING, stride
         if len(gaps) != 1:
             return ()
         start, stride = listed[0], gaps.pop()
+    if size > MOST_RANKS or start > MOST_RANKS or stride > MOST_RANKS:
+        return ()
     members = tuple(range(start, start + stride * size, stride)) if size > 0 else ()
     last = [int(n) for n in _NUMBERS.findall(tail)]
     agrees = members[: len(listed)] == tuple(listed) and (not last or members[-1:] == (last[-1],))

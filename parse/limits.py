@@ -27,3 +27,6 @@ class Limits:
 
 
 DEFAULT = Limits()
+
+MOST_RANKS = 1 << 20
+"""No job is larger; a rank or world size beyond it is damage, and would cost memory by the rank."""

@@ -109,7 +109,10 @@ def crossings(events: Events) -> IntArray:
 
 def stream_of_sync(events: Events) -> IntArray:
     """int64[n]: the stream that a sync record is about (argument, else its row's tid); -1 for other events."""
-    tids = np.array([lane.tid if isinstance(lane.tid, int) else MISSING for lane in events.lanes], np.int64)
+    tids = np.array(
+        [lane.tid if isinstance(lane.tid, int) and abs(lane.tid) < 1 << 62 else MISSING for lane in events.lanes],
+        np.int64,
+    )
     tid = tids[events.lane] if len(tids) else np.zeros(len(events), np.int64)
     stream = np.where(
         events.stream == MISSING, np.where(tid >= STREAM_SYNC_TID, tid - STREAM_SYNC_TID, tid), events.stream

@@ -19,11 +19,11 @@ from scaletrace.parse.events import TIME_UNKNOWN
 from scaletrace.parse.fetch import local
 from scaletrace.parse.finish import finish
 from scaletrace.parse.fused import split_ranks
-from scaletrace.parse.groups import build_groups, name_axes, override_axes, said_by
+from scaletrace.parse.groups import Said, build_groups, name_axes, override_axes, said_by
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.kernels import Rules, load_rules
-from scaletrace.parse.limits import DEFAULT, Limits
+from scaletrace.parse.limits import DEFAULT, MOST_RANKS, Limits
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from scaletrace.parse.many import read_many
 from scaletrace.parse.match_pairs import one_way, pair_messages
@@ -203,7 +203,8 @@ def assemble(
     ranks = [trace.rank for trace in traces]
     for trace in traces:
         health.add(trace.health)
-    said = {trace.rank: said_by(trace, health) for trace in traces}
+    _refuse_impossible(traces)
+    said = {trace.rank: _possible(said_by(trace, health), health) for trace in traces}
     members = [rank for group in said.values() for one in group for rank in one.members]
     for rank in ranks:
         said[rank] += [group for group in groups_in(manifest) if rank in group.members]
@@ -229,6 +230,23 @@ def assemble(
         manifest=manifest,
         residual_ns=aligned.residual_ns,
     )
+
+
+def _refuse_impossible(traces: Sequence[RankTrace]) -> None:
+    """Ranks and world sizes that no job has are damage, and would cost memory by the rank."""
+    for trace in traces:
+        if not 0 <= trace.rank < MOST_RANKS or not 0 <= (trace.world_size or 0) <= MOST_RANKS:
+            raise InputError(
+                f"{trace.source}: rank {trace.rank} of {trace.world_size} is no job's; name the rank with --rank-regex"
+            )
+
+
+def _possible(groups: Sequence[Said], health: Health) -> list[Said]:
+    """The groups whose members can exist; the others are counted."""
+    kept = [group for group in groups if all(0 <= rank < MOST_RANKS for rank in group.members)]
+    if len(kept) < len(groups):
+        health.dropped["groups with impossible ranks"] += len(groups) - len(kept)
+    return kept
 
 
 def _align(

@@ -25,6 +25,7 @@ def refuse_several_jobs(traces: Sequence[RankTrace]) -> None:
     for what, said in (("world size", _world), ("backend", _backend), ("size of the default group", _default_group)):
         _compare(what, traces, said)
     _compare_windows(traces)
+    _compare_contents(traces)
 
 
 def _info(trace: RankTrace) -> Mapping[str, Any]:
@@ -60,6 +61,26 @@ def _compare(what: str, traces: Sequence[RankTrace], said: Callable[[RankTrace],
             f"{Path(one.source).name} and {Path(other.source).name} are of two jobs ({what} {a} and {b}); "
             "give each job a folder of its own"
         )
+
+
+ENOUGH_EVENTS = 50
+"""Two ranks that agree in every time of this many events are one file under two names."""
+
+
+def _compare_contents(traces: Sequence[RankTrace]) -> None:
+    """Two ranks never have the same times to the nanosecond."""
+    seen: dict[tuple[int, int], RankTrace] = {}
+    for trace in traces:
+        events = trace.events
+        if len(events) < ENOUGH_EVENTS:
+            continue
+        other = seen.setdefault((len(events), int(events.ts_ns[-1])), trace)
+        same = np.array_equal(events.ts_ns, other.events.ts_ns) and np.array_equal(events.dur_ns, other.events.dur_ns)
+        if other is not trace and same:
+            raise InputError(
+                f"{Path(other.source).name} and {Path(trace.source).name} hold the same recording; "
+                "keep one, or give each rank its own file"
+            )
 
 
 def _compare_windows(traces: Sequence[RankTrace]) -> None:

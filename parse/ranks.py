@@ -74,15 +74,24 @@ def list_files(source: str | Path | Sequence[str | Path]) -> tuple[Path, list[Pa
             raise InputError("no files given; name a folder of Kineto files or the files themselves")
         root = Path(*_common([path.parent for path in found]))
         return root, sorted(set(found))
+    if not str(source):
+        raise InputError("the path is empty; give a folder of Kineto files, one file or a glob")
     path = Path(source)
     if path.is_dir():
         return path, sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
-    if path.exists():
+    if path.is_file():
         return path.parent, [path]
+    if path.exists():
+        raise InputError(f"{path}: neither a file nor a folder; give a folder of Kineto files, one file or a glob")
     hits = sorted(Path(hit) for hit in glob.glob(str(source), recursive=True)) if glob.has_magic(str(source)) else []
     if not hits:
         raise InputError(f"{path}: no such file or folder; give a folder of Kineto files, one file or a glob")
     return list_files(hits)
+
+
+def _counted(kinds: Mapping[str, int]) -> str:
+    """What was found instead of traces, in words."""
+    return ", ".join(f"{n} of kind {kind!r}" for kind, n in sorted(kinds.items())) or "no JSON files"
 
 
 def _common(folders: Sequence[Path]) -> tuple[str, ...]:
@@ -207,7 +216,7 @@ def discover(
     if not traces:
         seen = Counter(file.kind for file in found)
         raise InputError(
-            f"{paths[0] if len(paths) == 1 else root}: no Kineto trace found ({dict(seen) or 'no JSON files'}); record one with `scaletrace collect`"
+            f"{paths[0] if len(paths) == 1 else root}: no Kineto trace found ({_counted(seen)}); record one with `scaletrace collect`"
         )
     if rank_regex is not None:
         traces = _by_regex(traces, rank_regex)

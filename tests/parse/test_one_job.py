@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 from scaletrace.errors import InputError
 from scaletrace.parse.events import Events, Lane
+from scaletrace.parse.health import Health
 from scaletrace.parse.job import RankTrace
+from scaletrace.parse.load import assemble
 from scaletrace.parse.one_job import refuse_several_jobs
 
 EPOCH_NS = 1_790_000_000 * 10**9
@@ -55,3 +58,19 @@ def test_contradictions_are_refused(other: RankTrace, why: str) -> None:
 def test_silence_contradicts_nobody() -> None:
     """A file that states neither world size nor backend may belong to any job, and so may one that counts from zero."""
     refuse_several_jobs([_trace(0, backend="gloo"), _trace(1, world=None), _trace(1, start_ns=0)])
+
+
+def test_one_recording_under_two_names_is_refused() -> None:
+    """Two ranks whose times agree to the nanosecond in many events are copies of one file."""
+    times = EPOCH_NS + np.arange(60, dtype=np.int64) * 1000
+    first = _trace(0, backend="gloo")
+    many = replace(first.events, ts_ns=times, dur_ns=np.full(60, 10, np.int64))
+
+    with pytest.raises(InputError, match="same recording"):
+        refuse_several_jobs([replace(first, events=many), replace(_trace(1, backend="gloo"), events=many)])
+
+
+def test_ranks_that_no_job_has_are_refused() -> None:
+    """A damaged world size must not cost memory by the rank."""
+    with pytest.raises(InputError, match="rank 0 of 2147483648"):
+        assemble([_trace(0, world=2**31)], Health())

@@ -1,0 +1,39 @@
+"""Values that no option can take are refused by name, and JSON holds no number that JSON has no word for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import typer
+
+from scaletrace.cli.common import exit_codes, finite, in_range
+from scaletrace.errors import UsageError
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 11.0])
+def test_a_value_outside_its_range_is_wrong_usage(value: float) -> None:
+    """NaN passes every comparison that is written the wrong way round, so it is tried here too."""
+    with pytest.raises(UsageError, match="--knee"):
+        in_range("--knee", value, 0, 10)
+
+
+def test_a_value_inside_its_range_passes() -> None:
+    """Bounds belong to the range, and an option that was not given has no value to check."""
+    in_range("--knee", 0, 0, 10)
+    in_range("--knee", 10, 0, 10)
+    in_range("--knee", None, 0, 10)
+
+
+def test_json_gets_null_for_what_is_not_a_number() -> None:
+    """NaN and infinities anywhere in an answer become null."""
+    assert {"a": [1, None, (2.5)], "b": None} == finite({"a": [1, math.nan, 2.5], "b": math.inf})
+
+
+def test_a_refusal_of_the_system_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that can't be opened ends with its name and exit code 1, wherever in a command it happens."""
+    with pytest.raises(typer.Exit) as stopped, exit_codes():
+        open("/nonexistent/file").close()
+
+    assert 1 == stopped.value.exit_code
+    assert "/nonexistent/file: No such file or directory" in capsys.readouterr().err.replace("\n", " ")

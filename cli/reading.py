@@ -36,6 +36,7 @@ OPTIONS: dict[str, Any] = {
     "step": Annotated[str | None, _option("Regular expression of the annotation of a step, if not ProfilerStep.")],
     "workers": Annotated[int | None, _option("Files read at a time; default: one a core.", min=1)],
     "read_memory": Annotated[int | None, _option("MiB that the files being read may take together.", min=1)],
+    "scheduler": Annotated[str | None, _option("Dask cluster whose workers read the files, as tcp://host:8786.")],
     "max_bytes": Annotated[int | None, _option("Most bytes of one file after decompression.", min=1)],
     "max_ratio": Annotated[int | None, _option("Most bytes out per byte in, against decompression bombs.", min=1)],
     "max_event_bytes": Annotated[int | None, _option("Most bytes of one event.", min=1)],

@@ -51,6 +51,7 @@ def load(
     spool: str | Path | None = None,
     limits: Limits = DEFAULT,
     kernel_rules: Sequence[str | Path] = (),
+    scheduler: str | None = None,
 ) -> Job:
     """Load a job from a folder, a file, a glob, a URL that fsspec reads, several files, or a folder of `Job.save`.
 
@@ -64,6 +65,7 @@ def load(
     memory_bytes, spool  bound the memory of reading, as in `read_many`
     limits           what one file may cost at most
     kernel_rules     YAML files like parse/kernels.yaml whose rules go before those that ship
+    scheduler        address of a Dask cluster whose workers read the files
 
     Raises InputError for what can't be used, UsageError where the caller has to decide, AlignmentError if strict and
     the clocks can't be reconciled.
@@ -82,6 +84,7 @@ def load(
             "spool": spool,
             "limits": limits,
             "rules": rules,
+            "scheduler": scheduler,
         }
         chosen, files = _split(*_read(chosen, health, strict, how))
         traces = _ranks(chosen, files, health, step_annotation)

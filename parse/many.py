@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Condition
+from typing import Any
 
+from scaletrace.errors import MissingExtraError, UsageError
 from scaletrace.parse.kernels import Rules
 from scaletrace.parse.limits import DEFAULT, Limits
 from scaletrace.parse.pieces import GZIP, ZSTD
@@ -72,6 +74,7 @@ def read_many(
     strict: bool = False,
     limits: Limits = DEFAULT,
     rules: Rules | None = None,
+    scheduler: str | None = None,
 ) -> list[TraceFile]:
     """The traces in the order of `sources`; any error of `read_file` is raised.
 
@@ -79,7 +82,10 @@ def read_many(
     memory_bytes  what the files being read at one time may cost together (default: no bound)
     spool         folder to which finished tables are written and from which they are mapped, so that they take no
                   memory of the process either; made if needed, and left to the caller
+    scheduler     address of a Dask cluster whose workers read instead, where they see the same files
     """
+    if scheduler is not None:
+        return _read_on(scheduler, sources, {"strict": strict, "limits": limits, "rules": rules})
     count = min(workers or os.cpu_count() or 1, max(len(sources), 1))
     budget = _Budget(memory_bytes) if memory_bytes else None
 
@@ -100,3 +106,18 @@ def read_many(
         return [one(number) for number in range(len(sources))]
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(one, range(len(sources))))
+
+
+def _read_on(scheduler: str, sources: Sequence[str | Path], options: dict[str, Any]) -> list[TraceFile]:
+    """The traces as read by the workers of a Dask cluster, in the order of `sources`."""
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise MissingExtraError("a Dask cluster needs the extra: pip install 'scaletrace[dask]'") from error
+    try:
+        client = Client(scheduler, timeout="10s")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"no Dask scheduler answers at {scheduler!r} ({error}); give it as tcp://host:8786") from error
+    with client:
+        futures = client.map(read_file, [str(source) for source in sources], pure=False, **options)
+        return list(client.gather(futures))

@@ -18,6 +18,10 @@ TITLES = (
 )
 
 
+ALIKE = 0.5
+"""Runs that share less of their time than this are hardly of one job."""
+
+
 @reads_captures
 def diff(
     before: Annotated[str, typer.Argument(help="Capture of the first run.")],
@@ -40,7 +44,10 @@ def diff(
         first, second = replay_job(read_job(before)), replay_job(read_job(after))
         health = first.health
         health.add(second.health)
-        parts = compare(first, second).to_json_parts()
+        found = compare(first, second)
+        if found.common < ALIKE:
+            health.note(f"only {found.common:.0%} of the time is in operations of both runs: are they of one job?")
+        parts = found.to_json_parts()
         answer = document("scaletrace.diff/1", before, health.to_json(), compared_with=after, **parts)
         if json_:
             print_json(answer)
@@ -52,6 +59,8 @@ def show(answer: dict[str, Any], most: int) -> None:
     """Print the difference and the lines that explain most of it."""
     from rich.table import Table
     from rich.text import Text
+
+    from scaletrace.view.terminal import health_lines
 
     a, b = answer["a_step_ns"], answer["b_step_ns"]
     share = (b - a) / a if a else 0.0
@@ -74,6 +83,8 @@ def show(answer: dict[str, Any], most: int) -> None:
         left = sum(line["delta_ns"] for line in lines[most:])
         if len(lines) > most:
             out.print(Text(f"{len(lines) - most} further lines: {left / MILLISECOND_NS:+,.3f} ms"))
+    for line in health_lines(answer):
+        out.print(line)
 
 
 def _ms(time_ns: float) -> str:

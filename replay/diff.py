@@ -47,6 +47,13 @@ class Diff:
     def delta_ns(self) -> float:
         return self.b_ns - self.a_ns
 
+    @property
+    def common(self) -> float:
+        """Share of all operation time that belongs to operations of both runs; low where they are not of one job."""
+        total = sum(c.a_ns + c.b_ns for c in self.operations)
+        shared = sum(c.a_ns + c.b_ns for c in self.operations if c.a_ns > 0 and c.b_ns > 0)
+        return shared / total if total else 1.0
+
     def to_frame(self) -> pd.DataFrame:
         rows = [("path", c) for c in self.path] + [("operations", c) for c in self.operations]
         rows += [("parts", c) for c in self.parts] + [("collectives", c) for c in self.collectives]
@@ -68,6 +75,7 @@ class Diff:
             "a_step_ns": self.a_ns,
             "b_step_ns": self.b_ns,
             "delta_ns": self.delta_ns,
+            "common": self.common,
             "path": lines(self.path),
             "parts": lines(self.parts),
             "operations": lines(self.operations),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletrace.replay.diff import diff
+from scaletrace.replay.diff import Change, Diff, diff
 from scaletrace.replay.result import ReplayResult, replay_job
 from tests.parse.traces import call, job_of, kernel, op
 
@@ -98,3 +98,17 @@ def test_difference_is_explained_by_the_path(tmp_path: Path) -> None:
     assert found.delta_ns == pytest.approx(sum(c.delta_ns for c in found.path))
     assert ("gemm", "compute") == (found.path[0].what, found.path[0].kind)
     assert {"path", "parts", "operations", "collectives"} == set(found.to_frame()["table"])
+
+
+def test_runs_of_one_job_share_their_operations() -> None:
+    """The share counts the time of operations that both runs have: 30 of 40 here."""
+    found = Diff(
+        a_ns=20,
+        b_ns=20,
+        path=[],
+        parts=[],
+        operations=[Change("gemm", "kernel", 10, 20), Change("norm", "kernel", 10, 0)],
+        collectives=[],
+    )
+
+    assert 0.75 == found.common

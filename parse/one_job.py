@@ -63,20 +63,15 @@ def _compare(what: str, traces: Sequence[RankTrace], said: Callable[[RankTrace],
         )
 
 
-ENOUGH_EVENTS = 50
-"""Two ranks that agree in every time of this many events are one file under two names."""
-
-
 def _compare_contents(traces: Sequence[RankTrace]) -> None:
-    """Two ranks never have the same times to the nanosecond."""
-    seen: dict[tuple[int, int], RankTrace] = {}
+    """Kineto gives each recording an id of its own; two files with one id and the same times are copies of one file."""
+    seen: dict[str, RankTrace] = {}
     for trace in traces:
-        events = trace.events
-        if len(events) < ENOUGH_EVENTS:
+        name = trace.header.get("trace_id")
+        if not isinstance(name, str) or not name or not len(trace.events):
             continue
-        other = seen.setdefault((len(events), int(events.ts_ns[-1])), trace)
-        same = np.array_equal(events.ts_ns, other.events.ts_ns) and np.array_equal(events.dur_ns, other.events.dur_ns)
-        if other is not trace and same:
+        other = seen.setdefault(name, trace)
+        if other is not trace and np.array_equal(trace.events.ts_ns, other.events.ts_ns):
             raise InputError(
                 f"{Path(other.source).name} and {Path(trace.source).name} hold the same recording; "
                 "keep one, or give each rank its own file"

@@ -61,13 +61,13 @@ def test_silence_contradicts_nobody() -> None:
 
 
 def test_one_recording_under_two_names_is_refused() -> None:
-    """Two ranks whose times agree to the nanosecond in many events are copies of one file."""
-    times = EPOCH_NS + np.arange(60, dtype=np.int64) * 1000
-    first = _trace(0, backend="gloo")
-    many = replace(first.events, ts_ns=times, dur_ns=np.full(60, 10, np.int64))
+    """Two files with one trace id and the same times are copies; equal times alone are not (synthetic ranks have them)."""
+    first, second = _trace(0, backend="gloo"), _trace(1, backend="gloo")
+    named = [replace(trace, header={**trace.header, "trace_id": "A1"}) for trace in (first, second)]
 
+    refuse_several_jobs([first, second])
     with pytest.raises(InputError, match="same recording"):
-        refuse_several_jobs([replace(first, events=many), replace(_trace(1, backend="gloo"), events=many)])
+        refuse_several_jobs(named)
 
 
 def test_ranks_that_no_job_has_are_refused() -> None:

@@ -63,12 +63,16 @@ def _compare(what: str, traces: Sequence[RankTrace], said: Callable[[RankTrace],
         )
 
 
+ENOUGH_EVENTS = 50
+"""With fewer events than this, equal times say little."""
+
+
 def _compare_contents(traces: Sequence[RankTrace]) -> None:
     """Kineto gives each recording an id of its own; two files with one id and the same times are copies of one file."""
     seen: dict[str, RankTrace] = {}
     for trace in traces:
         name = trace.header.get("trace_id")
-        if not isinstance(name, str) or not name or not len(trace.events):
+        if not isinstance(name, str) or not name or len(trace.events) < ENOUGH_EVENTS:
             continue
         other = seen.setdefault(name, trace)
         if other is not trace and np.array_equal(trace.events.ts_ns, other.events.ts_ns):

@@ -62,7 +62,9 @@ def test_silence_contradicts_nobody() -> None:
 
 def test_one_recording_under_two_names_is_refused() -> None:
     """Two files with one trace id and the same times are copies; equal times alone are not (synthetic ranks have them)."""
-    first, second = _trace(0, backend="gloo"), _trace(1, backend="gloo")
+    times = EPOCH_NS + np.arange(60, dtype=np.int64) * 1000
+    many = replace(_trace(0).events, ts_ns=times, dur_ns=np.full(60, 10, np.int64))
+    first, second = (replace(_trace(rank, backend="gloo"), events=many) for rank in (0, 1))
     named = [replace(trace, header={**trace.header, "trace_id": "A1"}) for trace in (first, second)]
 
     refuse_several_jobs([first, second])

@@ -52,9 +52,11 @@ def view(
 
 def _announce(server: TraceServer, file: Path, as_json: bool, quiet: bool) -> None:
     if as_json:
-        print_json(document("scaletrace.view/1", str(file), {}, url=server.url, port=server.port))
+        print_json(
+            document("scaletrace.view/1", str(file), {}, url=server.url, short_url=server.short_url, port=server.port)
+        )
     else:
-        out.print(server.url, markup=False, soft_wrap=True)
+        out.print(server.short_url, markup=False, soft_wrap=True)
     out.file.flush()
     if not quiet:
         err.print("serving on this machine only; stop with Ctrl-C", markup=False)

@@ -76,7 +76,7 @@ def load(
         return load_job(source)
     health, rules = Health(), load_rules(kernel_rules) if kernel_rules else None
     with local(source) as here:
-        captures = discover(here, health, rank_regex)
+        captures = discover(here, health, rank_regex, strict)
         chosen = choose(captures, capture, health)
         how: dict[str, Any] = {
             "workers": workers,

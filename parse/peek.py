@@ -15,6 +15,7 @@ from scaletrace.errors import InputError
 from scaletrace.parse.sniff import describe
 
 SUFFIXES = (".json", ".json.gz", ".json.zst")
+EMPTY = "empty"
 _HEAD_BYTES = 64 * 1024
 _HEAD_LIMIT = 16 * 1024 * 1024
 _DECODER = json.JSONDecoder()
@@ -111,7 +112,7 @@ def sniff(path: Path) -> Found:
         text = read_head(path, size).decode("utf-8", "replace")
     start = text.lstrip("\ufeff \t\r\n")
     if not start:
-        return Found(path, "other", "empty")
+        return Found(path, "other", EMPTY)
     at = start.find('"traceEvents"')
     before = start if at < 0 else start[:at]
     if start.startswith("["):

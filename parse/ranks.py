@@ -23,7 +23,7 @@ from scaletrace.parse.groups import restore_members
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, SYNCHRONISING
 from scaletrace.parse.members import kind_of
-from scaletrace.parse.peek import HAS_PID, SUFFIXES, Found, sniff
+from scaletrace.parse.peek import EMPTY, HAS_PID, SUFFIXES, Found, read_head, sniff
 
 SEVERAL_HEADERS = "file name (after “rank”), since several headers state the same rank"
 
@@ -199,16 +199,18 @@ def _by_regex(files: Sequence[Found], rank_regex: str) -> list[Found]:
 
 
 def discover(
-    source: str | Path | Sequence[str | Path], health: Health, rank_regex: str | None = None
+    source: str | Path | Sequence[str | Path], health: Health, rank_regex: str | None = None, strict: bool = False
 ) -> dict[str, Capture]:
     """All captures below `source` by name, in the order in which they were recorded.
 
     Files that are no traces are listed in `health`; nothing but heads and tails is read.
-    Raises InputError when no trace is found, UsageError when names are ambiguous.
+    Raises InputError when no trace is found (and, if strict, for an empty file), UsageError when names are ambiguous.
     """
     root, paths = list_files(source)
     found = [sniff(path) for path in paths]
     for file in found:
+        if strict and file.kind == "other" and file.why == EMPTY:
+            raise InputError(f"{file.path}: the file is empty; record this rank again, or read without --strict")
         if file.kind in ("other", "execution trace"):
             health.dropped["files that are no Kineto traces"] += 1
             health.note(f"{_relative(file.path, root)}: skipped, {file.why}")
@@ -218,6 +220,7 @@ def discover(
         raise InputError(
             f"{paths[0] if len(paths) == 1 else root}: no Kineto trace found ({_counted(seen)}); record one with `scaletrace collect`"
         )
+    traces = _once(traces, root, health)
     if rank_regex is not None:
         traces = _by_regex(traces, rank_regex)
     folders: dict[Path, list[Found]] = defaultdict(list)
@@ -230,6 +233,20 @@ def discover(
             label = f"{name}{suffix}" if name != "." else suffix.lstrip(":") or "."
             captures[label] = Capture(label, tuple(files), *_beside(folder, found))
     return dict(sorted(captures.items(), key=lambda kv: (min(f.first_ns for f in kv[1].files), _natural(kv[0]))))
+
+
+def _once(traces: Sequence[Found], root: Path, health: Health) -> list[Found]:
+    """Each trace once: rank0.json beside its own rank0.json.gz is one file in two packings; the plain one is kept."""
+    kept: dict[Path, Found] = {}
+    out = []
+    for file in sorted(traces, key=lambda f: (len(f.path.name), f.path.name)):
+        first = kept.setdefault(file.path.with_name(re.sub(r"\.(gz|zst)$", "", file.path.name)), file)
+        if first is file or read_head(first.path) != read_head(file.path):
+            out.append(file)
+            continue
+        health.dropped["files that lie here in another packing too"] += 1
+        health.note(f"{_relative(file.path, root)}: left out, {first.path.name} holds the same recording")
+    return sorted(out, key=lambda f: f.path)
 
 
 def _relative(path: Path, root: Path) -> str:

@@ -30,13 +30,15 @@ _POLICY = (
 )
 _TYPES = {".wasm": "application/wasm", ".js": "text/javascript", ".json": "application/json", ".woff2": "font/woff2"}
 _TRACE_PREFIX = "/trace/"
+_OPEN = "/open"
 _PINNED = r"^(Critical path|What it is|Steps( \(\d+\))?)$"
 _EXPANDED = "^rank 0+$"
 
 
 class TraceServer:
-    """Serves one trace, with the UI or (for ui.perfetto.dev) alone. `url` is what to open.
+    """Serves one trace, with the UI or (for ui.perfetto.dev) alone.
 
+    `url` is what to open, with the trace and the prepared questions in it; `short_url` leads there and fits on a line.
     Raises InputError for a missing file, UsageError for a port that can't be had, MissingExtraError without the UI files.
     """
 
@@ -54,6 +56,8 @@ class TraceServer:
         trace_url = f"{here}{_TRACE_PREFIX}{quote(self.trace.name)}"
         commands = quote(json.dumps(startup_commands(), separators=(",", ":")))
         self.url = f"{PUBLIC_UI if online else here}/#!/?url={quote(trace_url, safe='')}&startupCommands={commands}"
+        self.short_url = here + _OPEN
+        self._server.url = self.url
 
     @property
     def requests(self) -> int:
@@ -88,7 +92,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, trace: Path, folder: Path | None) -> None:
         super().__init__((LOOPBACK, port), _Handler)
-        self.trace, self.folder, self.requests = trace, folder, 0
+        self.trace, self.folder, self.requests, self.url = trace, folder, 0, ""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -128,12 +132,22 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
             return
         path, trace = unquote(urlsplit(self.path).path), self.server.trace
+        if path == _OPEN:
+            self._redirect()
+            return
         file = trace if path == _TRACE_PREFIX + trace.name else _inside(self.server.folder, path)
         if file is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         self.server.requests += 1
         self._send(file, with_body)
+
+    def _redirect(self) -> None:
+        self.send_response(HTTPStatus.FOUND)
+        self.send_header("Location", self.server.url)
+        self.send_header("Content-Length", "0")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
 
     def _send(self, file: Path, with_body: bool) -> None:
         try:

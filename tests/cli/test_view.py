@@ -53,15 +53,17 @@ def test_json_gives_the_address_alone(trace: Path) -> None:
 
     assert answer["schema"] == "scaletrace.view/1"
     assert f"http://127.0.0.1:{answer['port']}/#!/?url=" in answer["url"]
+    assert f"http://127.0.0.1:{answer['port']}/open" == answer["short_url"]
 
 
 def test_the_browser_is_opened_on_the_trace(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without --no-browser the default browser gets the same address."""
+    """Without --no-browser the default browser gets the page that the printed address leads to."""
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url))
     result = RUNNER.invoke(app, [str(trace)])
 
-    assert opened == [result.stdout.strip()]
+    assert len(opened) == 1
+    assert opened[0].startswith(result.stdout.strip().removesuffix("/open") + "/#!/?url=")
 
 
 def test_a_missing_file_is_exit_code_1(tmp_path: Path) -> None:

@@ -150,6 +150,32 @@ def test_globs_lists_and_compressed_files(tmp_path: Path) -> None:
         discover(tmp_path / "nothing", Health())
 
 
+def test_a_file_beside_its_own_packing_counts_once(tmp_path: Path) -> None:
+    """After `gzip -k` the plain file is read and the copy counted; a packed file of other content is a capture apart."""
+    for rank in range(2):
+        write(tmp_path / f"rank{rank}.json", rank)
+        write(tmp_path / f"rank{rank}.json.gz", rank)
+    health = Health()
+    (capture,) = discover(tmp_path, health).values()
+
+    assert ["rank0.json", "rank1.json"] == [file.path.name for file in capture.files]
+    assert health.dropped["files that lie here in another packing too"] == 2
+
+    for rank in range(2):
+        write(tmp_path / f"rank{rank}.json.gz", rank, ts=5)
+    assert len(discover(tmp_path, Health())) == 2
+
+
+def test_strict_refuses_an_empty_file(tmp_path: Path) -> None:
+    """A rank whose file has no bytes is skipped and counted, and an error where nothing may be lost."""
+    write(tmp_path / "rank0.json", 0)
+    (tmp_path / "rank1.json").touch()
+
+    assert len(discover(tmp_path, Health())) == 1
+    with pytest.raises(InputError, match=r"rank1\.json: the file is empty"):
+        discover(tmp_path, Health(), strict=True)
+
+
 def test_only_head_and_tail_are_read(tmp_path: Path) -> None:
     """A file of a gigabyte is known from its two ends, in no time."""
     path = tmp_path / "big.json"

@@ -89,6 +89,14 @@ def test_foreign_host_names_are_refused(server: serve.TraceServer) -> None:
     assert ask(server, "/", host="evil.example:80")[0] == 403
 
 
+def test_a_short_address_leads_to_the_page(server: serve.TraceServer) -> None:
+    """The address that is printed fits on a line and redirects to the one with the trace and the questions."""
+    status, headers, _ = ask(server, server.short_url.split(str(server.port), 1)[1])
+
+    assert len(server.short_url) < 40
+    assert (302, server.url) == (status, headers["Location"])
+
+
 def test_the_page_pins_the_path_and_asks_the_prepared_questions(server: serve.TraceServer) -> None:
     """The address carries the commands that the UI runs once the trace is loaded."""
     commands = unquote(server.url)

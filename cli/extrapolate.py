@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from scaletrace.extrapolate.calibrate import Evidence
     from scaletrace.extrapolate.curve import ScalingCurve
     from scaletrace.extrapolate.stragglers import Noise
+    from scaletrace.parse.health import Health
 
 SIZES = "8,16,32,64,128,256,512,1024"
 
@@ -67,7 +68,7 @@ def extrapolate(
         in_range("--flop", flop, 1)
         in_range("--knee", knee, 0, 1)
         sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
-        evidence = [piece for entry in nccl_tests or [] for piece in _nccl_tests(entry)]
+        evidence, unread = _nccl_tests(nccl_tests or [])
         built = build(read_job(path))
         options: dict[str, Any] = {
             "cluster": Cluster.load(cluster) if cluster else None,
@@ -85,6 +86,7 @@ def extrapolate(
         }
         with progress("stretching the job", err):
             curve = stretch(built, **options)
+        curve.health.add(unread)
         answer = document("scaletrace.extrapolate/1", path, curve.health.to_json(), **curve.to_json_parts())
         _write(answer, curve, output, shown)
         if json_:
@@ -126,18 +128,29 @@ def _noise(text: str) -> Noise:
         raise UsageError(f"--noise: {error} (as in residual=0.02,static=0.01)") from error
 
 
-def _nccl_tests(entry: str) -> list[Evidence]:
-    """Evidence from RANKS:FILE."""
+def _nccl_tests(entries: list[str]) -> tuple[list[Evidence], Health]:
+    """Evidence from every RANKS:FILE, and what of the files could not be used."""
     from scaletrace.errors import InputError, UsageError
-    from scaletrace.extrapolate.calibrate import from_nccl_tests
+    from scaletrace.extrapolate.nccl_tests import LARGEST_FILE, read_nccl_tests
+    from scaletrace.parse.health import Health
 
-    ranks, _, file = entry.partition(":")
-    if not ranks.isdigit() or not file:
-        raise UsageError(f"--nccl-tests: {entry!r} should be RANKS:FILE, as 16:all_reduce.txt")
-    try:
-        return from_nccl_tests(Path(file).read_text(encoding="utf-8", errors="replace"), int(ranks))
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}") from error
+    found: list[Evidence] = []
+    health = Health()
+    for entry in entries:
+        ranks, _, file = entry.partition(":")
+        if not ranks.isdecimal() or len(ranks) > 8 or not 2 <= int(ranks) <= MOST_GPUS or not file:
+            raise UsageError(f"--nccl-tests: {entry!r} should be RANKS:FILE with 2 ranks or more, as 16:all_reduce.txt")
+        try:
+            with Path(file).open(encoding="utf-8", errors="replace") as source:
+                text = source.read(LARGEST_FILE + 1)
+        except OSError as error:
+            raise InputError(f"{file}: {error.strerror}") from error
+        if len(text) > LARGEST_FILE:
+            raise InputError(f"{file}: longer than an nccl-tests output can be; keep only its tables")
+        pieces, dropped = read_nccl_tests(text, int(ranks), file)
+        found += pieces
+        health.add(dropped)
+    return found, health
 
 
 def _write(answer: dict[str, Any], curve: ScalingCurve, output: Path, shown: list[int]) -> None:

@@ -98,6 +98,7 @@ def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorith
     error = np.abs(np.log(chosen @ np.exp(logs) / seconds))
     sizes = [item.size_bytes for item, _ in items]
     ranks = [item.ranks for item, _ in items]
+    parts_bytes = [item.size_bytes / item.ranks for item, _ in items]
     local, remote, wire = np.exp(logs).tolist()
     return Fit(
         local, remote, wire,
@@ -105,7 +106,10 @@ def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorith
         count=len(items),
         sizes_bytes=(min(sizes), max(sizes)),
         ranks=(min(ranks), max(ranks)),
-        seen=frozenset((item.ranks, int(item.size_bytes)) for item, _ in items),
+        seen=frozenset((item.ranks, placed.local, int(item.size_bytes)) for item, placed in items),
+        parts_bytes=(min(parts_bytes), max(parts_bytes)),
+        members=(min(placed.local for _, placed in items), max(placed.local for _, placed in items)),
+        top=max(placed.top for _, placed in items),
     )  # fmt: skip
 
 
@@ -140,37 +144,3 @@ def _posterior(parts: Floats, seconds: Floats, weight: Floats, prior_sd: Floats)
         if np.max(np.abs(step)) < 1e-9:
             break
     return logs
-
-
-NCCL_TESTS_KIND = {
-    "all_reduce_perf": "all_reduce",
-    "all_gather_perf": "all_gather",
-    "reduce_scatter_perf": "reduce_scatter",
-    "broadcast_perf": "broadcast",
-    "alltoall_perf": "all_to_all",
-    "sendrecv_perf": "send",
-    "reduce_perf": "reduce",
-}
-
-
-def from_nccl_tests(text: str, ranks: int, kind: str = "", per_node: int | None = None) -> list[Evidence]:
-    """Read the table that nccl-tests prints: size (B), count, type, redop, root, time (µs), … for out of place.
-
-    The kind is taken from a line that names the program, unless given. Raises InputError where no row is found.
-    """
-    if not kind:
-        kind = next((value for name, value in NCCL_TESTS_KIND.items() if name in text), "")
-    if not kind:
-        raise InputError("nccl-tests output doesn't name its program; say which collective it is (--kind all_reduce)")
-    rows: list[Evidence] = []
-    for line in text.splitlines():
-        fields = line.split()
-        if not fields or not fields[0].isdigit() or len(fields) < 6:
-            continue
-        numbers = [field for field in fields[2:] if field.replace(".", "", 1).replace("-", "", 1).isdigit()]
-        times = [float(field) for field in numbers if "." in field]
-        if times and int(fields[0]) > 0 and times[0] > 0:
-            rows.append(Evidence(kind, float(fields[0]), ranks, times[0] * 1e-6, per_node=per_node))
-    if not rows:
-        raise InputError("no row of an nccl-tests table found (a row starts with the size in bytes)")
-    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
@@ -10,13 +11,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from scaletrace.errors import InputError, UsageError
 from scaletrace.extrapolate.cluster import Cluster, Device, Link, Tier
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1.5)]
+
+def _no_truth(value: Any) -> Any:
+    """YAML reads yes, no, on and off as truth values, which pydantic would take for 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_needed", "a number is needed, not yes or no")
+    return value
+
+
+_NUMBER = BeforeValidator(_no_truth)
+Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False), _NUMBER]
+NotNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), _NUMBER]
+Share = Annotated[float, Field(gt=0, le=1.5, allow_inf_nan=False), _NUMBER]
+Count = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
+LARGEST_FILE = 1 << 20
+"""Bytes of a description; the catalog's own file of 20 clusters is 15 kB."""
 S = TypeVar("S", bound="_Spec")
 CATALOG = resources.files("scaletrace.extrapolate") / "catalog"
 
@@ -48,9 +63,9 @@ class DeviceSpec(_Spec):
     fp8_tflops: Positive | None = None
     measured_bf16_tflops: Positive | None = None
     measured_fp8_tflops: Positive | None = None
-    sms: int | None = None
+    sms: Count | None = None
     memory_efficiency: Share = 0.85
-    overlap_slowdown: Annotated[float, Field(ge=0)] = 0.19
+    overlap_slowdown: NotNegative = 0.19
 
     def build(self, name: str) -> Device:
         tera = {key: getattr(self, key) for key in self.model_fields_set if key.endswith("_tflops")}
@@ -73,11 +88,11 @@ class TierSpec(_Spec):
 
     name: str
     kind: Literal["nvlink", "pci", "network", "tcp"]
-    domain: Annotated[int, Field(ge=0)]
+    domain: Annotated[int, Field(ge=0, le=10**9), _NUMBER]
     bandwidth_GBps: Positive
     efficiency: Share = 1.0
-    latency_us: Annotated[float, Field(ge=0)] = 0.0
-    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    latency_us: NotNegative = 0.0
+    oversubscription: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False), _NUMBER] = 1.0
 
     def build(self) -> Tier:
         return Tier(
@@ -92,6 +107,13 @@ class TierSpec(_Spec):
         )
 
 
+def _quoted(value: Any) -> Any:
+    """2.30 without quotes is the number 2.3, which is another version."""
+    if isinstance(value, int | float):
+        raise PydanticCustomError("quotes_needed", 'a version goes in quotes, as "2.30"')
+    return value
+
+
 class ClusterSpec(_Spec):
     """A cluster as YAML: a device (name in the catalog, or its own entry) and tiers from the innermost out."""
 
@@ -99,17 +121,22 @@ class ClusterSpec(_Spec):
     tiers: Annotated[list[TierSpec], Field(min_length=1)]
     description: str = ""
     backend: Literal["nccl", "gloo"] = "nccl"
-    nccl_version: Annotated[str, Field(pattern=r"^\d+\.\d+(\.\d+)?$")] = "2.30"
+    nccl_version: Annotated[str, Field(pattern=r"^\d{1,4}\.\d{1,4}(\.\d{1,4})?$"), BeforeValidator(_quoted)] = "2.30"
     cpu: Literal["intel", "amd", "other"] = "intel"
     nvls: bool = False
 
-    def build(self, name: str) -> Cluster:
-        device = load_device(self.device) if isinstance(self.device, str) else self.device.build(name)
+    def build(self, name: str, where: str) -> Cluster:
+        """The cluster; `where` names the file in errors."""
+        try:
+            device = load_device(self.device) if isinstance(self.device, str) else self.device.build(name)
+        except UsageError as error:
+            raise InputError(f"{where}: device: {error}") from error
         tiers = tuple(tier.build() for tier in self.tiers)
         sizes = [tier.domain for tier in tiers]
         if 0 in sizes[:-1] or any(b % a or b <= a for a, b in pairwise(sizes) if b):
             raise InputError(
-                f"cluster {name}: domains must grow by whole factors and only the last may be 0, got {sizes}"
+                f"{where}: tiers: domains must grow by whole factors from the innermost out, and only the last may be 0 "
+                f"(all ranks), got {sizes}"
             )
         return Cluster(
             name, device, tiers, self.backend, self.nccl_version, self.cpu, self.nvls, self.description,
@@ -132,10 +159,10 @@ class NetworkSpec(_Spec):
 class ModelSpec(_Spec):
     """A model as YAML: the sizes from which parameters and FLOP follow."""
 
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
+    layers: Count
+    hidden: Count
+    heads: Count
+    vocabulary: Count
     parameters: Positive
     description: str = ""
 
@@ -149,14 +176,60 @@ def _entries(file: str) -> Mapping[str, Any]:
 
 def _check(kind: type[S], entry: Any, where: str) -> S:
     """The entry as a checked spec, or one sentence that names the file, the field and what is wrong."""
+    if not isinstance(entry, dict):
+        found = "nothing" if entry is None else f"a {type(entry).__name__}"
+        raise InputError(f"{where}: {found} where an entry of keys and values is needed; {_EXAMPLES}")
     try:
         return kind.model_validate(entry)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the whole entry"
-        raise InputError(
-            f"{where}: {place}: {first['msg']} (see `scaletrace catalog clusters` for examples)"
-        ) from error
+        raise InputError(f"{where}: {_in_words(error)}; {_EXAMPLES}") from error
+
+
+_EXAMPLES = "`scaletrace catalog clusters NAME` shows an example"
+
+
+def _in_words(error: ValidationError) -> str:
+    """The place and the reason of the first thing that is wrong, and how many more there are."""
+    errors = error.errors(include_url=False, include_context=False)
+    # `device` may be a name or an entry; for an entry what is wrong inside it is what helps.
+    inner = [each for each in errors if "DeviceSpec" in each["loc"] and each["type"] != "model_type"]
+    first = next(iter(inner or errors))
+    place = ".".join(str(part) for part in first["loc"] if part not in ("DeviceSpec", "str")) or "the whole entry"
+    reason = {"extra_forbidden": "no such key", "missing": "is missing"}.get(first["type"], first["msg"])
+    others = len({each["loc"] for each in (inner or errors)}) - 1
+    return f"{place}: {reason}" + (f" (and {others} more)" if others else "")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, where YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As PyYAML's, after looking at the keys as written."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if len(keys) > len(set(keys)):
+            twice = Counter(keys).most_common(1)[0][0]
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> Any:
+    """What a user's file holds; raises InputError naming it, and the line where that is known."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise InputError(f"{path}: larger than a cluster description can be ({LARGEST_FILE >> 20} MiB)")
+        return yaml.load(data.decode("utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise InputError(f"{path}: not a readable cluster description: {error.strerror}") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: not a readable cluster description: nested too deeply") from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{path}: not a readable cluster description: {line}{reason}") from error
+    except (UnicodeDecodeError, yaml.YAMLError, ValueError, OverflowError) as error:
+        raise InputError(f"{path}: not a readable cluster description: {str(error).splitlines()[0]}") from error
 
 
 def names(what: str) -> tuple[str, ...]:
@@ -197,14 +270,12 @@ def load_model(name: str) -> ModelSpec:
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """A cluster of the catalog by name, or from a YAML file that holds one entry."""
     text = str(name_or_path)
-    if isinstance(name_or_path, str) and not text.endswith((".yaml", ".yml")):
-        return _check(ClusterSpec, _find("clusters", text), f"clusters.yaml, {text}").build(text)
+    known = isinstance(name_or_path, str) and text in _entries("clusters.yaml")
     path = Path(name_or_path)
-    try:
-        entry = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: not a readable cluster description: {str(error).splitlines()[0]}") from error
-    return _check(ClusterSpec, entry, str(path)).build(path.stem)
+    if known or not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or path.is_file()):
+        where = f"clusters.yaml, {text}"
+        return _check(ClusterSpec, _find("clusters", text), where).build(text, where)
+    return _check(ClusterSpec, _read_yaml(path), text).build(path.stem, text)
 
 
 def _find(what: str, name: str) -> Any:

@@ -5,6 +5,7 @@ The candidates of nccl.py or gloo.py are corrected by the calibration's multipli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -30,7 +31,10 @@ class Fit:
 
     local, remote, wire  multiply latency inside a node, latency across, and bytes over bandwidth; 1 = the prior
     residual             typical relative error of the fit on its own evidence
-    sizes_bytes, ranks   (smallest, largest) seen; seen holds every (ranks, size) of the evidence
+    sizes_bytes, ranks   (smallest, largest) seen; seen holds every (ranks, members a node, size) of the evidence
+    parts_bytes          (smallest, largest) seen of bytes over ranks, which is what a ring moves in one step
+    members              (fewest, most) members in one innermost domain: how many of a node's NICs a group owns
+    top                  the outermost tier that any of the evidence crossed
     """
 
     local: float = 1.0
@@ -40,7 +44,15 @@ class Fit:
     count: int = 0
     sizes_bytes: tuple[float, float] = (0.0, 0.0)
     ranks: tuple[int, int] = (0, 0)
-    seen: frozenset[tuple[int, int]] = frozenset()
+    seen: frozenset[tuple[int, int, int]] = frozenset()
+    parts_bytes: tuple[float, float] = (0.0, 0.0)
+    members: tuple[int, int] = (0, 0)
+    top: int = 0
+
+    @property
+    def thin(self) -> bool:
+        """Whether the evidence can't tell latency from bandwidth: fewer than three sizes over ranks."""
+        return len({size / ranks for ranks, _, size in self.seen}) < ENOUGH
 
     def apply(self, term: Term) -> Term:
         return Term(
@@ -86,12 +98,19 @@ class Calibration:
         return own or self.fits.get((ANY, "", crosses))
 
 
+ENOUGH = 3
 PRIOR_ERROR = 0.25
 """Relative error (one sigma) of the uncalibrated tuner form: 8.7 % mean on the all-gather table, 15 to 40 % on tree
 all-reduces of 32 to 4,096 GPUs (benchmarks/collectives)."""
 FLOOR_ERROR = 0.03
-PER_DOUBLING_SIZE = 0.02
-PER_DOUBLING_RANKS = 0.03
+PER_DOUBLING_SIZE = 0.03
+PER_DOUBLING_RANKS = 0.02
+PER_DOUBLING_PART = 0.04
+"""What a doubling beyond the evidence adds: in bytes, in ranks, and in the bytes of one step of a ring, since protocols
+and pipelining change with those (benchmarks/collectives: p5 to p95 holds what it should)."""
+THIN_FACTOR = 2.0
+UNSEEN_TIER_ERROR = 0.10
+"""For every tier above those that the evidence crossed: its oversubscription is the description's word, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +176,27 @@ def placed_seconds(
             best, best_fit = corrected, fit
     if best is None:
         raise RuntimeError("no candidate")  # candidates() never returns an empty list
-    origin, error = _origin(best_fit, size_bytes, placed.size)
+    origin, error = _origin(best_fit, size_bytes, placed)
     return Cost(best.seconds, best.local_s + best.remote_s, best.wire_s, best.algorithm, origin, error)
 
 
-def _origin(fit: Fit | None, size_bytes: float, ranks: int) -> tuple[Provenance, float]:
+def _origin(fit: Fit | None, size_bytes: float, placed: Placement) -> tuple[Provenance, float]:
     """Where the number comes from, and the relative error that follows: it grows with each doubling beyond evidence."""
     if fit is None or fit.count == 0:
         return Provenance.PRIOR, PRIOR_ERROR
+    ranks = placed.size
     error = max(FLOOR_ERROR, fit.residual)
-    if (ranks, int(size_bytes)) in fit.seen:
+    if (ranks, placed.local, int(size_bytes)) in fit.seen:
         return Provenance.MEASURED, error
     sizes = _doublings(size_bytes, fit.sizes_bytes)
-    span = _doublings(ranks, fit.ranks)
-    error = (error**2 + (PER_DOUBLING_SIZE * sizes) ** 2 + (PER_DOUBLING_RANKS * span) ** 2) ** 0.5
+    span = math.hypot(_doublings(ranks, fit.ranks), _doublings(placed.local, fit.members))
+    distance = math.hypot(
+        PER_DOUBLING_SIZE * sizes,
+        PER_DOUBLING_RANKS * span,
+        PER_DOUBLING_PART * _doublings(size_bytes / ranks, fit.parts_bytes),
+    )
+    above = UNSEEN_TIER_ERROR * max(0, placed.top - fit.top)
+    error = math.hypot(error, distance * (THIN_FACTOR if fit.thin else 1.0), above)
     error = max(fit.residual, min(error, PRIOR_ERROR))
     if span > 0:
         return Provenance.EXTRAPOLATED_RANKS, error
@@ -179,8 +205,6 @@ def _origin(fit: Fit | None, size_bytes: float, ranks: int) -> tuple[Provenance,
 
 def _doublings(value: float, seen: tuple[float, float]) -> float:
     """How many doublings `value` lies outside the interval."""
-    from math import log2
-
     if value <= 0 or seen[0] <= 0:
         return 0.0
-    return max(0.0, log2(seen[0] / value), log2(value / seen[1]))
+    return max(0.0, math.log2(seen[0] / value), math.log2(value / seen[1]))

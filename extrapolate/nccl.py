@@ -82,8 +82,9 @@ VERSIONS: tuple[tuple[tuple[int, int], Tuning], ...] = (
     ((2, 30), Tuning()),
 )
 LL_CAP_BPS = {"volta": 39e9, "ampere": 87.7e9, "hopper": 141e9, "blackwell": 282e9}
-LL_NET_CAP_BPS = {"intel": (39.0e9, 20.4e9), "amd": (22.5e9, 19.0e9), "other": (22.5e9, 19.0e9)}
+LL_NET_CAP_BPS = {"intel": (39.0e9, 20.4e9), "amd": (22.5e9, 19.0e9), "other": (39.0e9, 20.4e9)}
 NET_OVERHEAD_US = {"intel": 1.0, "amd": 2.0, "other": 1.0}
+"""Over two nodes and over more; what is neither AMD nor mixed counts as Intel in ncclTopoTuneModel."""
 NVLS_SHARE = {"hopper": 0.59, "blackwell": 0.53}
 """Bytes reduced a second inside the switch over link bandwidth: 480 and 846 GB/s bus at 8 GPUs (H200, B200)."""
 NVLS_MIN_RANKS = {"hopper": 5, "blackwell": 6}

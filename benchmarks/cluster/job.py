@@ -69,6 +69,11 @@ def run(spec: Spec, mode: str, out: Path, **options: float) -> Run:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+    return reopen(spec, mode, out)
+
+
+def reopen(spec: Spec, mode: str, out: Path) -> Run:
+    """What a run left in `out`; raises OSError or ValueError where a rank's step times are missing or unreadable."""
     by_rank = [json.loads((out / f"steps_{rank}.json").read_text()) for rank in range(spec.ranks)]
     return Run(spec, mode, tuple(max(step) for step in zip(*by_rank, strict=True)), out / "capture")
 

@@ -2,6 +2,7 @@
 
     python -P benchmarks/cluster/run.py            everything, about 20 minutes, root, on a quiet machine
     python -P benchmarks/cluster/run.py --quick    DDP on one link rate, sizes 2 and 4
+    python -P benchmarks/cluster/run.py --again DIR  predicts anew from what --keep DIR left: no network, no root
 
 The captures are made by the product's own collector and read by its own loader; step times are measured without it.
 """
@@ -9,15 +10,18 @@ The captures are made by the product's own collector and read by its own loader;
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # run as a script
     sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
 
-from benchmarks.cluster.job import Run, run
+from benchmarks.cluster.job import Run, reopen, run
 from benchmarks.cluster.network import Spec, why_not
 from benchmarks.common import table, write_result
 from scaletrace.extrapolate.catalog import load_device
@@ -44,6 +48,10 @@ class Case:
     @property
     def racks(self) -> int:
         return 2 if self.uplink_mbit else 1
+
+    def folder(self, ranks: int) -> str:
+        """Where the runs of a size are kept, before the number of the run."""
+        return f"{self.mode}_{self.rate_mbit:g}_{ranks}"
 
     @property
     def name(self) -> str:
@@ -76,10 +84,13 @@ CASES = (
 def measure(case: Case, ranks: int, repeats: int, folder: Path) -> list[Run]:
     """Run the job `repeats` times."""
     options = {"shard": case.shard} if case.mode == "hsdp" else {}
-    return [
-        run(case.spec(ranks), case.mode, folder / f"{case.mode}_{case.rate_mbit:g}_{ranks}_{i}", **options)
-        for i in range(repeats)
-    ]
+    return [run(case.spec(ranks), case.mode, folder / f"{case.folder(ranks)}_{i}", **options) for i in range(repeats)]
+
+
+def kept(case: Case, ranks: int, folder: Path) -> list[Run]:
+    """What an earlier run left of a case; empty where it has none."""
+    found = sorted(each for each in folder.glob(f"{case.folder(ranks)}_*") if list(each.glob("steps_*.json")))
+    return [reopen(case.spec(ranks), case.mode, each) for each in found]
 
 
 def predict(case: Case, base: Run, ranks: int) -> tuple[float, float, float]:
@@ -90,12 +101,17 @@ def predict(case: Case, base: Run, ranks: int) -> tuple[float, float, float]:
     return point.low_s, point.p50_s, point.high_s
 
 
-def rows_of(case: Case, sizes: tuple[int, ...], repeats: int, folder: Path) -> list[list[str]]:
+def rows_of(case: Case, sizes: tuple[int, ...], runs_of: Callable[[Case, int], list[Run]]) -> list[list[str]]:
     """One row a size: measured medians, their spread, the prediction from two ranks and its error."""
-    smallest = measure(case, 2, 1, folder)[0]
+    base = runs_of(case, 2)
+    if not base:
+        return []
+    smallest = base[0]
     out = [[case.name, "2", f"{smallest.median_s:.4f}", "", f"{smallest.cv:.1%}", "", "", "base"]]
     for ranks in sizes:
-        runs = measure(case, ranks, repeats, folder)
+        runs = runs_of(case, ranks)
+        if not runs:
+            continue
         medians = sorted(each.median_s for each in runs)
         middle = medians[len(medians) // 2]
         low, p50, high = predict(case, smallest, ranks)
@@ -112,26 +128,52 @@ def rows_of(case: Case, sizes: tuple[int, ...], repeats: int, folder: Path) -> l
     return out
 
 
+def made(folder: Path) -> str:
+    """When and on what the kept captures were made, as their manifests tell."""
+    manifests = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/capture/manifest.json")]
+    if not manifests:
+        return "nothing kept"
+    times = sorted(datetime.datetime.fromtimestamp(each["created_ns"] * 1e-9, datetime.UTC) for each in manifests)
+    machines = {
+        f"{host['cpu']}, {host['cpus']} cores, {each['versions']['system']}, torch {each['versions']['torch']}"
+        for each in manifests
+        for host in each["hosts"]
+    }
+    return (
+        f"Measured {times[0]:%Y-%m-%d %H:%M} to {times[-1]:%H:%M} UTC on {'; '.join(sorted(machines))}, "
+        f"scaletrace {manifests[0]['scaletrace_version']}; predicted with what the line above names."
+    )
+
+
 def main() -> int:
     """Run the cases and write benchmarks/results/cluster.md; 1 if any prediction is off by more than 5 %."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="keep captures and logs here")
+    parser.add_argument("--again", type=Path, help="predict from captures and step times that were kept here")
     args = parser.parse_args()
-    reason = why_not()
+    reason = "" if args.again else why_not()
     if reason:
         sys.stderr.write(f"skipped: {reason}\n")
         return 0
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.keep or Path(temporary)
+        folder = args.again or args.keep or Path(temporary)
         cases, sizes = (CASES[:1], (4,)) if args.quick else (CASES, (4, 8))
-        rows = [row for case in cases for row in rows_of(case, sizes, 1 if args.quick else args.repeats, folder)]
+        repeats = 1 if args.quick else args.repeats
+
+        def runs_of(case: Case, ranks: int) -> list[Run]:
+            if args.again:
+                return kept(case, ranks, folder)
+            return measure(case, ranks, repeats if ranks > 2 else 1, folder)
+
+        rows = [row for case in cases for row in rows_of(case, sizes, runs_of)]
+        when = made(folder)
     columns = ["job and network", "ranks", "measured s (medians of runs)", "between runs", "cv within a run"]
     columns += ["predicted s (p5 to p95)", "error", "5 %"]
     title = "Emulated cluster: step time of 4 and 8 ranks predicted from a capture of 2"
     name = "cluster_quick" if args.quick else "cluster"
-    sys.stdout.write(write_result(name, title, table(columns, rows), "torch", "numpy"))
+    sys.stdout.write(write_result(name, title, f"{when}\n\n{table(columns, rows)}", "torch", "numpy"))
     return int(any("MISSED" in row for row in rows))
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from scaletrace.errors import InputError
-from scaletrace.extrapolate.calibrate import Evidence, calibrate, from_nccl_tests
+from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.costs import Calibration, Provenance, collective_seconds
 
@@ -111,32 +111,6 @@ def test_evidence_without_time_or_bytes_is_refused() -> None:
     """Zero is not a measurement."""
     with pytest.raises(InputError, match="positive bytes and seconds"):
         calibrate([Evidence("all_reduce", 0, 8, 1.0)], H100)
-
-
-NCCL_TESTS = """# nThread 1 nGpus 8 minBytes 8388608 maxBytes 33554432
-# Collective test starting: all_reduce_perf
-#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
-#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
-     8388608       2097152     float     sum      -1   112.30   74.70  130.72      0   111.90   74.97  131.19      0
-    33554432       8388608     float     sum      -1   213.48  157.18  275.06      0   212.70  157.75  276.07      0
-"""
-
-
-def test_nccl_tests_output_is_evidence() -> None:
-    """Size and out-of-place time of each row; the kind comes from the program's name."""
-    expected = [Evidence("all_reduce", 8388608.0, 8, 112.30e-6), Evidence("all_reduce", 33554432.0, 8, 213.48e-6)]
-
-    assert [(e.kind, e.size_bytes, e.ranks) for e in expected] == [
-        (e.kind, e.size_bytes, e.ranks) for e in from_nccl_tests(NCCL_TESTS, 8)
-    ]
-    assert [e.seconds for e in expected] == pytest.approx([e.seconds for e in from_nccl_tests(NCCL_TESTS, 8)])
-
-
-@pytest.mark.parametrize(("text", "message"), [("no table", "doesn't name its program"), ("all_gather_perf", "no row")])
-def test_other_text_is_no_nccl_tests_table(text: str, message: str) -> None:
-    """A wrong file is answered with what is missing."""
-    with pytest.raises(InputError, match=message):
-        from_nccl_tests(text, 8)
 
 
 def _errors(frame: pd.DataFrame, kind: str, fitted: int, calibration: Calibration | None = None) -> list[float]:

@@ -49,6 +49,10 @@ def test_every_catalog_entry_loads_and_names_a_source_for_every_number() -> None
         "mi300x",
         "aws_p4d",
         "aws_p5",
+        "gcp_a3_high",
+        "gcp_a3_mega",
+        "azure_nd_a100_v4",
+        "azure_nd_h100_v5",
     } <= {cluster.name for cluster in clusters}
 
 
@@ -66,21 +70,68 @@ def test_a_described_cluster_gives_the_rates_of_its_tiers(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("450", "-1"), r"tiers.0.bandwidth_GBps: Input should be greater than 0"),
-        (("domain: 8", "domain: 0"), "domains must grow"),
-        (("kind: nvlink", "kind: rope"), "tiers.0.kind"),
-        (("oversubscription: 2", "typo: 2"), "tiers.1.typo: Extra inputs"),
-        (("H100 SXM", "H900"), "no device 'H900'"),
-        (("device", ": ]["), "not a readable cluster description"),
+        (("450", "-1"), r"tiers\.0\.bandwidth_GBps: Input should be greater than 0"),
+        (("450", ".nan"), r"tiers\.0\.bandwidth_GBps: Input should be"),
+        (("450", ".inf"), r"tiers\.0\.bandwidth_GBps: Input should be"),
+        (("450", "1e300"), r"tiers\.0\.bandwidth_GBps: Input should be less than"),
+        (("450", "yes"), r"tiers\.0\.bandwidth_GBps: a number is needed, not yes or no"),
+        (("450", "450GB/s"), r"tiers\.0\.bandwidth_GBps: Input should be a valid number"),
+        (("0.96", "1.7"), r"tiers\.1\.efficiency: Input should be less than or equal to 1\.5"),
+        (("domain: 8", "domain: 0"), "tiers: domains must grow"),
+        (("domain: 8", "domain: 8.5"), r"tiers\.0\.domain: Input should be a valid integer"),
+        (("domain: 8", "domain: 99999999999"), r"tiers\.0\.domain: Input should be less than"),
+        (("kind: nvlink", "kind: rope"), r"tiers\.0\.kind: Input should be 'nvlink', 'pci', 'network' or 'tcp'"),
+        (("oversubscription: 2", "typo: 2"), r"tiers\.1\.typo: no such key"),
+        (("oversubscription: 2", "oversubscription: .inf"), r"tiers\.1\.oversubscription"),
+        (("bandwidth_GBps: 450,", ""), r"tiers\.0\.bandwidth_GBps: is missing"),
+        (("name: nvlink, kind: nvlink, ", ""), r"tiers\.0\.name: is missing \(and 1 more\)"),
+        (("H100 SXM", "H900"), "device: no device 'H900' in the catalog; known: "),
+        (("H100 SXM", "{generation: hopper}"), r"device\.bf16_tflops: is missing \(and 3 more\)"),
+        (("H100 SXM", "5"), "device: Input should be a valid string"),
+        (("source: a rack", "nccl_version: 2.30\nsource: a rack"), 'nccl_version: a version goes in quotes, as "2.30"'),
+        (("device", ": ]["), "not a readable cluster description: line 2: "),
+        (("source", "device"), "not a readable cluster description: line 2: 'device' is there twice"),
+        (("450", "2001-99-99"), "not a readable cluster description: month must be"),
+        (("tiers:\n", "tiers: &a [*a]\nx:\n"), r"tiers\.0: Input should be a valid dictionary"),
+        ((TWO_TIERS, ""), "nothing where an entry of keys and values is needed"),
+        ((TWO_TIERS, "- 1"), "a list where an entry of keys and values is needed"),
+        ((TWO_TIERS, "a: 1\n---\nb: 2"), "expected a single document"),
+        ((TWO_TIERS, "[" * 5000), "nested too deeply"),
+        ((TWO_TIERS, "a: " + "9" * 5000), "not a readable cluster description"),
+        ((TWO_TIERS, "# " + "x" * (1 << 20)), "larger than a cluster description can be"),
     ],
 )
-def test_a_wrong_description_names_field_and_reason(tmp_path: Path, change: tuple[str, str], message: str) -> None:
-    """A user sees which field is wrong, in one sentence."""
+def test_a_wrong_description_names_file_place_and_reason(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    """A user sees in one sentence which file and field is wrong, and where an example is."""
     path = tmp_path / "mine.yaml"
     path.write_text(TWO_TIERS.replace(*change))
 
-    with pytest.raises((InputError, UsageError), match=message):
+    with pytest.raises(InputError, match=message) as raised:
         Cluster.load(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_aliases_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    """Nine levels of ten aliases each stand for a billion tiers; a wrong one is named, not all."""
+    levels = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path = tmp_path / "laughs.yaml"
+    path.write_text("\n".join(["x0: &x0 [1]", *levels, "device: H100 SXM", "tiers: *x8"]))
+
+    with pytest.raises(InputError, match=r"^.*laughs\.yaml: "):
+        Cluster.load(path)
+
+
+def test_a_file_is_found_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A description needs no .yaml at its end; a name that is neither file nor known is answered with the known ones."""
+    (tmp_path / "mine").write_text(TWO_TIERS)
+    monkeypatch.chdir(tmp_path)
+
+    assert "mine" == Cluster.load("mine").name
+    with pytest.raises(InputError, match=r"^absent\.yaml: not a readable cluster description: No such file"):
+        Cluster.load("absent.yaml")
+    with pytest.raises(InputError, match="Is a directory"):
+        Cluster.load(tmp_path)
 
 
 def test_an_unknown_cluster_is_answered_with_the_known_names() -> None:

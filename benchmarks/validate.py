@@ -21,6 +21,7 @@ if str(ROOT) not in sys.path:
 from benchmarks.common import environment
 from benchmarks.validation.report import gate_table, page, plots
 from benchmarks.validation.result import Result, Verdict
+from benchmarks.validation.robustness import section
 from benchmarks.validation.rows import tables_folder
 
 SOURCES = (
@@ -77,9 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not chosen.only:
         made = ", ".join(f"{key} {value}" for key, value in environment("numpy", "numba").items())
         docs = ROOT / "docs"
-        (docs / "validation.md").write_text(page(found, made, seconds), encoding="utf-8")
-        for name, text in plots(found).items():
-            (docs / name).write_text(text, encoding="utf-8")
+        splits = section(tables)
+        seconds = time.process_time() - begin
+        text = page(found, made, seconds, robustness=splits)
+        (docs / "validation.md").write_text(text, encoding="utf-8")
+        for name, picture in plots(found).items():
+            (docs / name).write_text(picture, encoding="utf-8")
     unexplained = [gate for gate in gates if gate.verdict is Verdict.MISSED and not gate.reason]
     return 1 if chosen.check and unexplained else 0
 

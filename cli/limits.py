@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, err, exit_codes, out, print_json
+from scaletrace.cli.common import document, err, exit_codes, in_range, out, print_json
 from scaletrace.errors import UsageError
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.limits import Limits, Machine, Training
 
+_FLOP = (1e15, 1e40)
+_MOST_SIZES = 100
 _NO_HEALTH: dict[str, Any] = {"repaired": {}, "clipped": {}, "dropped": {}, "guessed": {}, "unmatched": {}, "notes": []}
 
 
@@ -48,26 +50,42 @@ def limits(
         from scaletrace.extrapolate.limits import Training, limits, machine_of, what_ifs
         from scaletrace.view.progress import progress
 
+        for option, value, low, high in (
+            ("--days", days, 1e-3, 1e5),
+            ("--latency-us", latency_us, 0, 1e6),
+            ("--launch-us", launch_us, 0, 1e6),
+            ("--network", network, 1e-6, 1e6),
+            ("--memory", memory, 1e-6, 1e6),
+            ("--domain", domain, 0, 1e6),
+            ("--utilization", utilization, 1e-3, 1),
+            ("--bits", bits, 1, 64),
+            ("--batch-exponent", batch_exponent, -1, 1),
+            ("--depth-exponent", depth_exponent, -1, 1),
+            ("--wider", wider, 1e-3, 1e3),
+            ("--sparsity", sparsity, 1, 1e6),
+        ):
+            in_range(option, value, low, high)
+        sizes = _flops(flop)
         machine = machine_of(Cluster.load(cluster))
         machine = replace(
             machine,
-            latency_s=_at_least(latency_us, 0, "--latency-us") / 1e6,
-            launch_s=_at_least(launch_us, 0, "--launch-us") / 1e6,
-            beyond_Bps=machine.beyond_Bps * _positive(network, "--network"),
-            dram_Bps=machine.dram_Bps * _positive(memory, "--memory"),
-            domain=machine.domain if domain is None else int(_at_least(domain, 0, "--domain")),
+            latency_s=latency_us / 1e6,
+            launch_s=launch_us / 1e6,
+            beyond_Bps=machine.beyond_Bps * network,
+            dram_Bps=machine.dram_Bps * memory,
+            domain=machine.domain if domain is None else domain,
         )
         training = Training(
             run_s=86400 * days,
             utilization=utilization,
-            word_bytes=_positive(bits, "--bits") / 8,
+            word_bytes=bits / 8,
             batch_exponent=batch_exponent,
             depth_exponent=depth_exponent,
             width_over_depth=wider,
             sparsity=sparsity,
         )
         with progress("searching the smallest clusters", err):
-            answer = _answer(limits(machine, training, _flops(flop)))
+            answer = _answer(limits(machine, training, sizes))
             if what_if:
                 answer["what_if"] = _what_ifs(what_ifs(machine, training))
         if json_:
@@ -77,22 +95,16 @@ def limits(
 
 
 def _flops(text: str) -> tuple[float, ...]:
+    """Training FLOP from "1e26,2e28"; () for the default sizes."""
     try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
+        found = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError as error:
         raise UsageError(f"--flop {text!r}: write numbers such as 1e26,2e28") from error
-
-
-def _positive(value: float, option: str) -> float:
-    if not 0 < value < math.inf:
-        raise UsageError(f"{option} {value} must be a positive number")
-    return value
-
-
-def _at_least(value: float, least: float, option: str) -> float:
-    if not least <= value < math.inf:
-        raise UsageError(f"{option} {value} must be at least {least:g}")
-    return value
+    if len(found) > _MOST_SIZES or (text.strip() and not found):
+        raise UsageError(f"--flop: {len(found)} sizes; write 1 to {_MOST_SIZES}, such as 1e26,2e28")
+    for value in found:
+        in_range("--flop", value, *_FLOP)
+    return found
 
 
 def _finite(value: float) -> float | None:

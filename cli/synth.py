@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, err, exit_codes, out, print_json
+from scaletrace.cli.common import document, err, exit_codes, in_range, out, print_json
 from scaletrace.errors import LimitError, UsageError
 
 if TYPE_CHECKING:
-    from scaletrace.extrapolate.described.planned import Described, Item
-    from scaletrace.traces.synth import Instruction, SynthJob
+    from scaletrace.extrapolate.described.planned import Described
+    from scaletrace.traces.synth import Fault, SynthJob
 
-_CALIBRATED = 1e-4
 _MOST_RANKS = 1 << 20
-_RECORDS_PER_LAYER = 120
+_RECORDS_PER_LAYER = 200
 _MOST_RECORDS = 20_000_000
 """About 8 GB of files and as much memory."""
+_LONGEST_STEP_S = 1e5
+_FASTEST_STEP_S = 1e-6
+
+_MFU = typer.Option(help="Calibrate to this model FLOP utilization, 0 to 1.")
+_COUNTS = typer.Option(
+    help="What the FLOP of an MFU count: attention (products and attention scores, as PaLM does) or parameters (6 N)."
+)
+_SLOWER = typer.Option(help="How much slower kernels run beside a collective (0.5, 0: not); default: the device's.")
+_PRICE = typer.Option(help="Money per GPU-hour, or a YAML table of it by device, for the cost of tokens.")
+_FAULT = typer.Option(help="Damage: KIND[:RANK[:AMOUNT]], as in clock:1:2000000; repeatable. All: traces/README.md.")
 
 
 def synth(
@@ -27,20 +37,22 @@ def synth(
         str, typer.Option(help="A built-in model (llama2-7b, gpt3-175b, mixtral-8x7b, …) or a YAML file.")
     ],
     layout: Annotated[
-        str, typer.Option(help="Degrees and sizes, as in fsdp=8,mbs=2 or tp=4,pp=8,dp=2,microbatches=16.")
+        str,
+        typer.Option(help="Degrees and sizes, as in fsdp=8,mbs=2 or tp=4,pp=8,dp=2,microbatches=16,schedule=GPipe."),
     ],
     cluster: Annotated[str, typer.Option(help="A cluster of the catalog, or a YAML file.")] = "dgx_h100",
     output: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")] = Path("synth"),
-    steps: Annotated[int, typer.Option(help="Steps to record.", min=1)] = 3,
+    steps: Annotated[int, typer.Option(help="Steps to record.")] = 3,
     ranks: Annotated[
         str, typer.Option(help="Which ranks to write: distinct, all, or numbers such as 0,8.")
     ] = "distinct",
     step_time: Annotated[float | None, typer.Option(help="Calibrate to this step time, in seconds.")] = None,
-    mfu: Annotated[float | None, typer.Option(help="Calibrate to this model FLOP utilization, 0 to 1.")] = None,
+    mfu: Annotated[float | None, _MFU] = None,
+    mfu_counts: Annotated[str, _COUNTS] = "attention",
+    overlap_slowdown: Annotated[float | None, _SLOWER] = None,
+    price: Annotated[str, _PRICE] = "",
     flash: Annotated[bool, typer.Option(help="Flash attention, or separate score kernels.")] = True,
-    fault: Annotated[
-        list[str] | None, typer.Option(help="Damage: KIND[:RANK[:AMOUNT]], as in clock:1:2000000; repeatable.")
-    ] = None,
+    fault: Annotated[list[str] | None, _FAULT] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code tells.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
@@ -50,29 +62,56 @@ def synth(
     Example: scaletrace synth --model llama2-7b --layout fsdp=8,mbs=2 --mfu 0.4 --out runs/llama
     """
     with exit_codes(debug):
+        from scaletrace.cli.described import Interference, bill, calibrated, prices_of
         from scaletrace.traces.synth import Fault, plan, write_capture
         from scaletrace.view.progress import progress
 
-        described = _described(model, layout, cluster, flash)
-        target_s = _target_s(described, step_time, mfu)
+        in_range("--steps", steps, 1, 1e6)
+        in_range("--step-time", step_time, _FASTEST_STEP_S, _LONGEST_STEP_S)
+        in_range("--overlap-slowdown", overlap_slowdown, 0, 100)
         faults = [Fault.parse(text) for text in fault or ()]
+        prices = prices_of(price)
+        described = _described(model, layout, cluster, flash)
+        flop = _flop(described, mfu_counts)
+        target_s = _target_s(described, flop, step_time, mfu)
         chosen = _ranks(described, ranks)
         _check_size(described, len(chosen), steps)
         with progress("calibrating" if target_s else "planning", err) as advance:
-            scale, job = _calibrated(described, chosen, steps, target_s)
+            facts = _facts(described, flop, mfu_counts)
+            apart = Interference(overlap_slowdown, 0.0 if overlap_slowdown == 0 else None)
+            scale, job = calibrated(described, chosen, steps, target_s, apart, facts)
             advance(1, 2, f"writing {len(chosen)} ranks")
             written = write_capture(job, output, faults)
-            step_s = plan(job).step_ns(steps - 1) / 1e9
-        answer = _answer(described, job, scale, step_s, target_s, written)
+            timing = plan(job)
+        step_s = timing.step_ns(steps - 1) / 1e9
+        answer = _answer(described, job, scale, step_s, flop, target_s)
+        answer |= bill(described, timing, steps - 1, answer["tokens_per_s_per_gpu"], prices)
+        answer |= {"mfu_counts": mfu_counts, "files": [str(path) for path in written]}
+        answer["overlap_slowdown"] = apart.beside(described, 24)
+        health = _health(described, target_s, faults)
         if json_:
-            print_json(document("scaletrace.synth/1", str(output), _health(described, target_s), **answer))
+            print_json(document("scaletrace.synth/1", str(output), health, **answer))
         elif not quiet:
-            out.print(
-                f"{len(written)} files in {output}: {described.model.name}, {described.layout}, world {job.world_size}, "
-                f"step {step_s:.4f} s, {answer['tokens_per_s_per_gpu']:.0f} tokens/s a GPU, MFU {answer['mfu']:.1%}"
-            )
-            for note in _health(described, target_s)["notes"]:
-                out.print(f"note: {note}")
+            _show(answer, health, described, output)
+
+
+def _show(answer: dict[str, Any], health: dict[str, Any], described: Described, output: Path) -> None:
+    out.print(
+        f"{len(answer['files'])} files in {output}: {described.model.name}, {described.layout}, "
+        f"world {answer['world_size']}, step {answer['step_time_s']:.4f} s, "
+        f"{answer['tokens_per_s_per_gpu']:.0f} tokens/s a GPU, MFU {answer['mfu']:.1%}"
+    )
+    if answer["power_W_per_gpu"]:
+        money = answer["money_per_million_tokens"]
+        cost = f", {money:.4g} a million tokens" if money is not None else ""
+        out.print(
+            f"modelled power {answer['power_W_per_gpu']:.0f} W a GPU, {answer['tokens_per_J']:.3g} tokens a joule{cost}"
+        )
+    for note in health["notes"]:
+        out.print(f"note: {note}")
+
+
+_ZERO = re.compile(r"(?:^|[ ,])(?!zero|sp)([a-z_]+)=0+(?=$|[ ,])", re.IGNORECASE)
 
 
 def _described(model: str, layout: str, cluster: str, flash: bool) -> Described:
@@ -82,23 +121,43 @@ def _described(model: str, layout: str, cluster: str, flash: bool) -> Described:
     from scaletrace.extrapolate.described.planned import Described
     from scaletrace.extrapolate.layout import Layout
 
+    cut = Layout.parse(layout)
+    nothing = _ZERO.search(layout)
+    if nothing:
+        # 0 means "as measured" for a capture; a described job has nothing measured.
+        raise UsageError(f"--layout {layout!r}: {nothing[1]}=0 is not possible; leave it out or give at least 1")
     device = device_of(Cluster.load(cluster))
-    return Described(load_model(model), Layout.parse(layout), device, costs_on(device, flash=flash))
+    return Described(load_model(model), cut, device, costs_on(device, flash=flash))
 
 
-def _target_s(described: Described, step_time: float | None, mfu: float | None) -> float | None:
+def _flop(described: Described, counts: str) -> float:
+    """Model FLOP of one step of the whole job by the chosen way of counting."""
+    if counts == "attention":
+        return described.model.step_flop(described.tokens_per_step, described.seq)
+    if counts == "parameters":
+        return 6.0 * described.model.active_parameters * described.tokens_per_step
+    raise UsageError(f"--mfu-counts {counts!r}: write attention (6 N and attention scores) or parameters (6 N)")
+
+
+def _facts(described: Described, flop: float, counts: str) -> dict[str, float | str]:
+    """What the manifest says of the model, so that every command counts the same tokens and FLOP."""
+    return {
+        "parameters": described.model.parameters,
+        "tokens_per_step": described.tokens_per_step,
+        "samples_per_step": described.tokens_per_step // described.seq,
+        "flops_per_step": flop,
+        "flops_source": f"model FLOP, {counts} counted",
+    }
+
+
+def _target_s(described: Described, flop: float, step_time: float | None, mfu: float | None) -> float | None:
     """Seconds of a step to calibrate to, or None for modelled times as they are."""
     if step_time is not None and mfu is not None:
         raise UsageError("--step-time and --mfu both calibrate; give one of them")
-    if step_time is not None:
-        if step_time <= 0:
-            raise UsageError(f"--step-time {step_time} must be positive")
-        return step_time
     if mfu is None:
-        return None
+        return step_time
     if not 0 < mfu <= 1:
         raise UsageError(f"--mfu {mfu} must lie between 0 and 1")
-    flop = described.model.step_flop(described.tokens_per_step, described.seq)
     return flop / (mfu * described.device.bf16_flop_s * described.layout.ranks)
 
 
@@ -132,98 +191,37 @@ def _check_size(described: Described, ranks: int, steps: int) -> None:
         )
 
 
-def _calibrated(
-    described: Described, ranks: Sequence[int], steps: int, target_s: float | None
-) -> tuple[float, SynthJob]:
-    """The factor on kernel times that makes the written step last `target_s`, and the job with it."""
-    from scaletrace.extrapolate.described.expand import expand
-    from scaletrace.extrapolate.described.lanes import solve_increasing
-    from scaletrace.traces.synth import plan
-
-    items = {rank: expand(described, rank) for rank in ranks}
-    if target_s is None:
-        return 1.0, _job(described, items, steps, 1.0)
-
-    def step_s(scale: float) -> float:
-        return plan(_job(described, items, 2, scale)).step_ns(1) / 1e9
-
-    scale = solve_increasing(step_s, target_s, guess=1.0, tolerance=_CALIBRATED)
-    return scale, _job(described, items, steps, scale)
-
-
-def _job(described: Described, items: Mapping[int, Sequence[Item]], steps: int, scale: float) -> SynthJob:
-    from scaletrace.extrapolate.described.expand import groups
-    from scaletrace.traces.synth import ProcessGroup, SynthJob
-
-    found = [
-        (axis, ProcessGroup(str(i), text, ranks)) for i, (axis, text, ranks) in enumerate(groups(described.layout))
-    ]
-    of_rank = {rank: {axis: group.name for axis, group in found if rank in group.ranks} for rank in items}
-    return SynthJob(
-        world_size=described.layout.ranks,
-        groups=tuple(group for _, group in found),
-        programs={rank: _program(own, scale, of_rank[rank]) for rank, own in items.items()},
-        steps=steps,
-        device=described.device.name,
-        sm_count=described.device.sm_count,
-        gpus_per_node=described.device.gpus_per_node,
-        name=described.model.name,
-        facts={"layout": str(described.layout), "kernel_scale": f"{scale:.6f}"},
-    )
-
-
-def _program(items: Sequence[Item], scale: float, group_of: Mapping[str, str]) -> tuple[Instruction, ...]:
-    """Planned items as instructions of the synthesizer; only compute takes the calibrated factor."""
-    from scaletrace.extrapolate.described.planned import PlannedCollective, PlannedKernel, PlannedRange
-    from scaletrace.traces.synth import Annotation, Collective, Kernel, Sync, Wait
-
-    def convert(item: Item) -> Instruction:
-        if isinstance(item, PlannedKernel):
-            return Kernel(item.name, round(item.seconds * scale * 1e9), item.op, blocks=item.blocks, shapes=item.shapes)
-        if isinstance(item, PlannedCollective):
-            return Collective(
-                item.kind,
-                group_of[item.axis],
-                round(item.seconds * 1e9),
-                item.in_elements,
-                item.out_elements,
-                item.dtype,
-                item.stream,
-                item.peer,
-            )
-        if isinstance(item, PlannedRange):
-            return Annotation(item.name, tuple(convert(inner) for inner in item.body))
-        return Wait(item.on)
-
-    return (*(convert(item) for item in items), Sync())
-
-
 def _answer(
-    described: Described, job: SynthJob, scale: float, step_s: float, target_s: float | None, written: Sequence[Path]
+    described: Described, job: SynthJob, scale: float, step_s: float, flop: float, target_s: float | None
 ) -> dict[str, Any]:
-    tokens = described.tokens_per_step / described.layout.ranks / step_s
-    flop = described.model.step_flop(described.tokens_per_step, described.seq) / described.layout.ranks
+    ranks = described.layout.ranks
     return {
         "model": described.model.name,
         "parameters": described.model.parameters,
         "layout": described.layout.to_json(),
+        "schedule": described.layout.pipeline_schedule if described.layout.pp > 1 else None,
         "world_size": job.world_size,
         "ranks": sorted(job.programs),
-        "files": [str(path) for path in written],
         "step_time_s": step_s,
-        "tokens_per_s_per_gpu": tokens,
-        "mfu": flop / step_s / described.device.bf16_flop_s,
+        "tokens_per_s_per_gpu": described.tokens_per_step / ranks / step_s,
+        "mfu": flop / ranks / step_s / described.device.bf16_flop_s,
         "kernel_scale": scale,
         "provenance": "calibrated" if target_s is not None else "modelled",
     }
 
 
-def _health(described: Described, target_s: float | None) -> dict[str, Any]:
+def _health(described: Described, target_s: float | None, faults: Sequence[Fault]) -> dict[str, Any]:
     notes = []
     if target_s is None:
         notes.append("kernel times are modelled and not calibrated; give --step-time or --mfu for a measured anchor")
     if described.micro_batches != described.layout.microbatches:
         notes.append(f"microbatches not given; {described.micro_batches} taken")
+    if not described.layout.mbs:
+        notes.append(f"mbs not given; {described.mbs} taken")
+    if not described.device.overlap_is_fitted:
+        notes.append(f"what overlap costs on {described.device.name} is not known; that of A100 stands in")
+    if faults:
+        notes.append("step time, throughput and power are those of the job without its faults")
     return {
         "repaired": {},
         "clipped": {},

@@ -102,9 +102,12 @@ class Training:
         if not 0 < self.utilization <= 1:
             raise UsageError(f"utilization is {self.utilization}; it must lie in (0, 1]")
         for name in ("run_s", "word_bytes", "width_over_depth"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive")
-        if self.sparsity < 1:
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be positive and finite")
+        for name in ("batch_exponent", "depth_exponent"):
+            if not -1 <= getattr(self, name) <= 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must lie between -1 and 1")
+        if not 1 <= self.sparsity < math.inf:
             raise UsageError(f"sparsity is {self.sparsity}; total over active parameters is at least 1")
 
     def parameters(self, flop: float) -> float:

@@ -26,9 +26,9 @@ def results(tables: Path) -> list[Result]:
     """The throughput table (both layouts, both shardings), from `scaling_points.csv`."""
     fit, held = [], []
     for row in read_table(tables, "scaling_points.csv"):
-        if row["source_id"] != "internevo" or not _is_counted(row):
+        if row["source_id"] != "internevo" or not is_counted(row):
             continue
-        row = {**row, "micro_batches": "4" if "micro_num=4" in row["notes"] else "1"}
+        row = facts(row)
         local = "within" in row["sharding"]
         smallest = local and int(float(row["gpus"])) == 8
         fixes_loss = local and _group(Config.of(row)) == FIXES_LOSS and int(float(row["gpus"])) == 16
@@ -43,7 +43,12 @@ FIXES_LOSS = (1, "none")
 """TP1 without recomputation, node-local, fixes λ with its two smallest sizes."""
 
 
-def _is_counted(row: dict[str, str]) -> bool:
+def facts(row: dict[str, str]) -> dict[str, str]:
+    """The columns of a row, with the micro batches that the source keeps in its notes made one of them."""
+    return {**row, "micro_batches": "4" if "micro_num=4" in row["notes"] else "1"}
+
+
+def is_counted(row: dict[str, str]) -> bool:
     """The throughput table, and of the FLOPS table what it does not repeat: the runs with recomputation."""
     return row["table_or_figure"] == "Throughput Measurement" or row["act_ckpt"].lower() == "true"
 

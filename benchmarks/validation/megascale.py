@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.validation.result import Gate, Result, worst
 from benchmarks.validation.rows import Config, FitRow, HeldOutRow, Scored, Table, calibrate, read_table
-from scaletrace.extrapolate.described.constants import device
+from scaletrace.extrapolate.described.constants import Device, device
 from scaletrace.extrapolate.described.jobs import Job, Layout, pipeline_job
 from scaletrace.extrapolate.described.models import Model
 
@@ -21,7 +21,7 @@ def results(tables: Path) -> list[Result]:
     return [_within(table), _beyond(table)]
 
 
-def job_of(config: Config) -> Job:
+def job_of(config: Config, on: Device = A100) -> Job:
     """MegaScale overlaps gradient and parameter traffic with compute; the Megatron-LM it is compared with did not."""
     layout = Layout(
         dp=config.whole("dp"),
@@ -32,7 +32,7 @@ def job_of(config: Config) -> Job:
         overlapped=config.text("framework") == "MegaScale",
         gradient_bytes=4,
     )
-    return pipeline_job(MODEL, layout, A100)
+    return pipeline_job(MODEL, layout, on)
 
 
 def _unit(rows: Sequence[FitRow]) -> float:

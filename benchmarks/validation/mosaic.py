@@ -20,15 +20,40 @@ SAME_MICRO_BATCH = 1.3
 
 def results(tables: Path) -> list[Result]:
     """H100 from 128 GPUs up and A100-40 from 16 GPUs up, from `scaling_points.csv`."""
-    table = [
+    table = counted(read_table(tables, "scaling_points.csv"))
+    return [
+        _result(f"mosaic_{name.split('-')[0]}", title, table, accelerator, device(name), smallest)
+        for title, accelerator, name, smallest in DEVICES
+    ]
+
+
+DEVICES = (("Mosaic FSDP, H100", "h100_80gb", "h100", 128), ("Mosaic FSDP, A100-40", "a100_40gb", "a100-40", 16))
+"""Title, name in the source, name in constants.py, and smallest number of GPUs that counts."""
+
+
+def counted(table: Table) -> Table:
+    """The rows of this source that are comparable: sequences of 2,048 without gradient accumulation."""
+    return [
         row
-        for row in read_table(tables, "scaling_points.csv")
+        for row in table
         if row["source_id"] == "mosaic" and row["seq_len"] in ("2048", "2048.0") and "grad_accum=1 " in row["notes"]
     ]
-    return [
-        _result("mosaic_h100", "Mosaic FSDP, H100", table, "h100_80gb", device("h100"), 128),
-        _result("mosaic_a100", "Mosaic FSDP, A100-40", table, "a100_40gb", device("a100-40"), 16),
-    ]
+
+
+def by_model(table: Table, accelerator: str, smallest: int) -> dict[str, Table]:
+    """Rows of each model on one device, smallest run first, without those of another micro batch than it."""
+    rows = [facts(row) for row in table if row["accelerator"] == accelerator and int(float(row["gpus"])) >= smallest]
+    out: dict[str, Table] = {}
+    for row in sorted(rows, key=lambda row: int(float(row["gpus"]))):
+        own = out.setdefault(row["model"], [])
+        if not own or same_micro_batch(row, own[0]):
+            own.append(row)
+    return out
+
+
+def same_micro_batch(row: dict[str, str], first: dict[str, str]) -> bool:
+    factor = float(row["mbs"]) / float(first["mbs"])
+    return 1 / SAME_MICRO_BATCH <= factor <= SAME_MICRO_BATCH
 
 
 def facts(row: dict[str, str]) -> dict[str, str]:
@@ -95,8 +120,7 @@ def split(table: Table, accelerator: str, smallest: int) -> tuple[list[FitRow], 
             continue
         fit.append(FitRow(Config.of(first), float(first["tokens_per_s_per_gpu"])))
         for row in own[1:]:
-            factor = float(row["mbs"]) / float(first["mbs"])
-            if not 1 / SAME_MICRO_BATCH <= factor <= SAME_MICRO_BATCH:
+            if not same_micro_batch(row, first):
                 left_out += 1
             elif name == "MPT-1b" and accelerator == "h100_80gb" and int(float(row["gpus"])) == 256:
                 fit.append(FitRow(Config.of(row), float(row["tokens_per_s_per_gpu"])))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.validation.result import Gate, Result, worst
 from benchmarks.validation.rows import Config, FitRow, HeldOutRow, Scored, Table, calibrate, read_table
-from scaletrace.extrapolate.described.constants import device
+from scaletrace.extrapolate.described.constants import Device, device
 from scaletrace.extrapolate.described.jobs import Job, Layout, pipeline_job, sharded_job
 from scaletrace.extrapolate.described.models import load_model
 
@@ -31,7 +31,7 @@ def results(tables: Path) -> list[Result]:
     return [_three_d(three_d), _zero3(zero)]
 
 
-def pipeline_of(config: Config) -> Job:
+def pipeline_of(config: Config, on: Device = A100) -> Job:
     """Megatron's 2021 step: full recomputation, gradients all-reduced in fp16 after the flush, no sharded optimizer."""
     layout = Layout(
         dp=config.whole("dp"),
@@ -43,7 +43,7 @@ def pipeline_of(config: Config) -> Job:
         overlapped=False,
         sharded_optimizer=False,
     )
-    return pipeline_job(MODELS[config.text("model")], layout, A100)
+    return pipeline_job(MODELS[config.text("model")], layout, on)
 
 
 def zero3_of(config: Config) -> Job:

@@ -37,8 +37,10 @@ MANY = 40
 """Sources with more predictions than this show quantiles instead of every row."""
 
 
-def page(results: Sequence[Result], made: str, seconds: float, missing: Sequence[str] = ()) -> str:
-    """The whole page as Markdown."""
+def page(
+    results: Sequence[Result], made: str, seconds: float, missing: Sequence[str] = (), robustness: str = ""
+) -> str:
+    """The whole page as Markdown; `robustness` is the section on other splits."""
     gates = [gate for result in results for gate in result.gates]
     counts = Counter(gate.verdict for gate in gates)
     summary = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
@@ -53,6 +55,7 @@ def page(results: Sequence[Result], made: str, seconds: float, missing: Sequence
         "## Gates kept elsewhere\n\n" + table(["gate", "bound", "where"], ELSEWHERE),
         "## Distribution of errors\n\nRelative error of each prediction, in percent.\n\n" + _distribution(results),
         "![predicted against measured](validation-scatter.svg)\n\n![errors by table](validation-errors.svg)",
+        robustness,
         "## What peers report\n\nOf their own tools, on their own data; only vTrain's and Lumos' tables are also ours.\n\n"
         + table(["tool", "error", "by whom"], PEERS),
         "## Sources",

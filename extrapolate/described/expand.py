@@ -1,29 +1,23 @@
 """Turns a model, a layout and a device into what each rank's thread issues in one step: kernels, collectives, waits.
 
 Where `jobs` sees a layer as one stretch of compute, this sees its kernels, so that the step can be written down as a
-trace. Times of kernels come from the same formulas (kernels.py) and share one factor, to be calibrated.
+trace. Times of kernels come from the same formulas (kernels.py) and share one factor, to be calibrated. The order of a
+pipeline's actions and messages is that of rewrite/schedules.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from scaletrace.extrapolate.described.collectives import GroupShape, all_gather_s, all_reduce_s
 from scaletrace.extrapolate.described.constants import ADAM_BYTES_PER_PARAMETER
-from scaletrace.extrapolate.described.pipeline import order
-from scaletrace.extrapolate.described.plan_kernels import ADAM, POINTWISE, KernelPlans
+from scaletrace.extrapolate.described.plan_kernels import ADAM, KernelPlans, Part
+from scaletrace.extrapolate.described.plan_layers import LayerPlans
 from scaletrace.extrapolate.described.plan_messages import MessagePlans
 from scaletrace.extrapolate.described.planned import (
-    CONTEXT,
-    EXPERT,
-    GATHER,
-    RECEIVE_BACKWARD,
-    RECEIVE_FORWARD,
     REDUCE,
     REPLICATE,
-    SEND_BACKWARD,
-    SEND_FORWARD,
     Described,
     Item,
     PlannedCollective,
@@ -32,6 +26,10 @@ from scaletrace.extrapolate.described.planned import (
 )
 from scaletrace.extrapolate.described.stages import layers_by_chunk
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program
+
+SINGLE_STAGE = ("GPipe", "1F1B")
+"""Schedules whose runtime in PyTorch annotates `Forward 3`; the others annotate each action, as `PP:2F3`."""
 
 
 def distinct_ranks(layout: Layout) -> tuple[int, ...]:
@@ -48,147 +46,85 @@ def expand(described: Described, rank: int) -> tuple[Item, ...]:
 class _Expander:
     """One rank's view of the step."""
 
-    __slots__ = ("counts", "d", "kernels", "messages", "stage")
+    __slots__ = ("counts", "d", "kernels", "layers", "messages", "program", "stage")
 
     def __init__(self, described: Described, rank: int) -> None:
         self.d = described
+        self.program: Program = described.program
         self.kernels, self.messages = KernelPlans(described), MessagePlans(described, rank)
+        self.layers = LayerPlans(described, self.kernels, self.messages)
         self.stage = self.messages.stage
-        self.counts = layers_by_chunk(described.model.layers, described.layout.pp * described.layout.chunks)
+        self.counts = layers_by_chunk(described.model.layers, self.program.stages)
 
     def step(self) -> Iterator[Item]:
-        layout = self.d.layout
-        operations, _ = order(layout.pp, layout.chunks, self.d.micro_batches, self.stage)
-        last_backward = {chunk: mb for is_forward, chunk, mb in operations if not is_forward}
-        for is_forward, chunk, micro_batch in operations:
-            work = self.forward if is_forward else self.backward
-            name = f"{'Forward' if is_forward else 'Backward'} {micro_batch}"
-            yield PlannedRange(name, tuple(work(chunk, last_backward[chunk] == micro_batch)))
+        row = self.d.rows[self.stage]
+        last = {action.stage: action for action in row if action.op in (Op.BACKWARD, Op.WEIGHT)}
+        for action in row:
+            items = tuple(self.action(action, last.get(action.stage) == action))
+            if not items:
+                continue
+            name = self.name_of(action)
+            yield from (PlannedRange(name, items),) if name else items
         yield PlannedRange("Optimizer.step#AdamW.step", tuple(self.optimizer()))
 
-    # Work of one chunk
+    def name_of(self, action: Action) -> str:
+        """As PyTorch's pipelining annotates it; a single-stage schedule leaves its messages without a name."""
+        if self.program.schedule not in SINGLE_STAGE:
+            return f"PP:{action}"
+        word = {Op.FORWARD: "Forward", Op.BACKWARD: "Backward"}.get(action.op, "")
+        return f"{word} {action.micro_batch}" if word else ""
 
-    def forward(self, chunk: int, _: bool) -> Iterator[Item]:
-        virtual = chunk * self.d.layout.pp + self.stage
-        first, last = virtual == 0, virtual == len(self.counts) - 1
-        if not first:
-            yield from self.messages.message("recv", RECEIVE_FORWARD, self.messages.neighbour(-1))
+    def action(self, action: Action, reduces: bool) -> Iterator[Item]:
+        """What one action issues; `reduces` says that no gradient of its stage comes after it."""
+        if action.op in (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B):
+            yield self.messages.message(action, self.program)
+        elif action.op is Op.FORWARD:
+            yield from self.forward(action)
         else:
-            yield from self.messages.sharded_root(first=True)
-            yield self.kernels.bytes_kernel("void at::native::embedding_kernel", "aten::embedding", 4)
-        yield from self.layers(self.counts[virtual], self.layer_forward)
-        if last:
-            yield from self.head(backward=False)
-        else:
-            yield from self.messages.message("send", SEND_FORWARD, self.messages.neighbour(1))
+            self.kernels.part = Part(action.op.value)
+            yield from self.backward(action, reduces)
 
-    def backward(self, chunk: int, reduces: bool) -> Iterator[Item]:
-        virtual = chunk * self.d.layout.pp + self.stage
-        first, last = virtual == 0, virtual == len(self.counts) - 1
-        if last:
-            yield from self.head(backward=True)
+    def first_layer(self, stage: int) -> int:
+        return sum(self.counts[:stage])
+
+    def root_elements(self, stage: int) -> int:
+        return self.messages.root_elements(stage, self.program.stages)
+
+    def forward(self, action: Action) -> Iterator[Item]:
+        stage, batch = action.stage, action.micro_batch
+        yield from self.messages.gather_root(self.root_elements(stage))
+        if stage == 0:
+            self.kernels.unit = f"{batch}/embedding"
+            yield self.kernels.embedding()
         else:
-            yield from self.messages.message("recv", RECEIVE_BACKWARD, self.messages.neighbour(1))
-        for _ in range(self.counts[virtual]):
-            yield from self.messages.gather_layer()
-            if self.d.layout.recompute == "full":
-                yield from self.layer_forward()
-            yield from self.layer_backward()
-            yield from self.messages.reduce_layer(reduces)
-        if first:
-            yield self.kernels.bytes_kernel(
-                "void at::native::embedding_backward_kernel", "aten::embedding_dense_backward", 6
+            yield from self.messages.received(action, self.program)
+        yield from self.layers.forward(batch, self.first_layer(stage), self.counts[stage])
+        if stage == self.program.stages - 1:
+            self.kernels.unit = f"{batch}/head"
+            yield self.kernels.norm("norm")
+            yield self.kernels.product("head", self.d.model.vocab // self.d.layout.tp, self.d.model.hidden)
+            yield self.kernels.loss()
+
+    def backward(self, action: Action, reduces: bool) -> Iterator[Item]:
+        stage, batch = action.stage, action.micro_batch
+        if stage == self.program.stages - 1:
+            self.kernels.unit = f"{batch}/head"
+            yield from self.kernels.loss_backward()
+            yield from self.kernels.product_backward(
+                "head", self.d.model.vocab // self.d.layout.tp, self.d.model.hidden
             )
-            yield from self.messages.sharded_root(first=False)
-        else:
-            yield from self.messages.message("send", SEND_BACKWARD, self.messages.neighbour(-1))
-
-    def layers(self, count: int, work: Callable[[], Iterator[Item]]) -> Iterator[Item]:
-        """Layers in order; the gather of the next one is issued before this one's kernels (prefetch)."""
-        if count and self.messages.sharded:
-            yield self.messages.layer_gather()
-        for i in range(count):
-            if self.messages.sharded:
-                yield PlannedWait(GATHER)
-                if i + 1 < count:
-                    yield self.messages.layer_gather()
-            yield from work()
-
-    # Kernels of one layer
-
-    def layer_forward(self) -> Iterator[Item]:
-        model, tp = self.d.model, self.d.layout.tp
-        yield self.kernels.norm()
-        yield self.kernels.gemm((model.hidden + 2 * model.kv_width) // tp, model.hidden)
-        if self.d.layout.cp > 1:
-            yield from self.messages.blocking(
-                "all_gather", "cp", CONTEXT, self.d.tokens * 2 * model.kv_width // tp * self.d.layout.cp
-            )
-        yield self.kernels.attention(backward=False)
-        yield self.kernels.gemm(model.hidden, model.hidden // tp)
-        yield from self.messages.tensor_parallel()
-        yield self.kernels.norm()
-        yield from self.routed(self.mlp_forward)
-        yield from self.messages.tensor_parallel()
-        yield self.kernels.bytes_kernel(POINTWISE.format("CUDAFunctor_add<c10::BFloat16>"), "aten::add", 6)
-
-    def layer_backward(self) -> Iterator[Item]:
-        model, tp = self.d.model, self.d.layout.tp
-        yield from self.routed(self.mlp_backward)
-        yield from self.messages.tensor_parallel()
-        yield self.kernels.norm(backward=True)
-        yield from self.kernels.gemm_backward(model.hidden, model.hidden // tp)
-        yield self.kernels.attention(backward=True)
-        if self.d.layout.cp > 1:
-            yield from self.messages.blocking(
-                "reduce_scatter", "cp", CONTEXT, self.d.tokens * 2 * model.kv_width // tp * self.d.layout.cp
-            )
-        yield from self.kernels.gemm_backward((model.hidden + 2 * model.kv_width) // tp, model.hidden)
-        yield from self.messages.tensor_parallel()
-        yield self.kernels.norm(backward=True)
-
-    def mlp_forward(self) -> Iterator[Item]:
-        model, tp = self.d.model, self.d.layout.tp
-        width = model.mlp_width // tp
-        share = model.experts_per_token
-        yield self.kernels.gemm(width * (model.mlp_matrices - 1), model.hidden, share)
-        yield self.kernels.activation(width * share, backward=False)
-        yield self.kernels.gemm(model.hidden, width, share)
-
-    def mlp_backward(self) -> Iterator[Item]:
-        model, tp = self.d.model, self.d.layout.tp
-        width = model.mlp_width // tp
-        share = model.experts_per_token
-        yield from self.kernels.gemm_backward(model.hidden, width, share)
-        yield self.kernels.activation(width * share, backward=True)
-        yield from self.kernels.gemm_backward(width * (model.mlp_matrices - 1), model.hidden, share)
-
-    def routed(self, work: Callable[[], Iterator[Item]]) -> Iterator[Item]:
-        """Expert layers: tokens go to their experts and come back."""
-        model = self.d.model
-        if model.experts == 1 or self.d.layout.ep == 1:
-            yield from work()
-            return
-        elements = self.d.tokens * model.experts_per_token * model.hidden
-        yield self.kernels.bytes_kernel("void moe_permute_topk_kernel", "aten::index_select", 6)
-        yield from self.messages.blocking("all_to_all", "ep", EXPERT, elements)
-        yield from work()
-        yield from self.messages.blocking("all_to_all", "ep", EXPERT, elements)
-
-    def head(self, backward: bool) -> Iterator[Item]:
-        model, tp = self.d.model, self.d.layout.tp
-        columns = model.vocab // tp
-        if not backward:
-            yield self.kernels.norm()
-            yield self.kernels.gemm(columns, model.hidden)
-            yield self.kernels.logits("void cross_entropy_forward_kernel<float>", "aten::cross_entropy_loss", 1 / 3)
-        else:
-            yield self.kernels.logits("void cross_entropy_backward_kernel<float>", "aten::nll_loss_backward", 2 / 3)
-            yield from self.kernels.gemm_backward(columns, model.hidden)
-            yield self.kernels.norm(backward=True)
+            yield from self.kernels.norm_backward("norm")
+        elif action.op is not Op.WEIGHT:
+            yield from self.messages.received(action, self.program)
+        yield from self.layers.backward(batch, self.first_layer(stage), self.counts[stage], reduces)
+        if stage == 0:
+            self.kernels.unit = f"{batch}/embedding"
+            yield from self.kernels.embedding_backward()
+        if self.root_elements(stage) and self.kernels.part is not Part.INPUT:
+            yield from self.messages.reduce(self.root_elements(stage), reduces)
 
     def optimizer(self) -> Iterator[Item]:
-        layout, model = self.d.layout, self.d.model
+        layout = self.d.layout
         if self.messages.sharded:
             yield PlannedWait(REDUCE)
         if layout.dp > 1:
@@ -199,10 +135,9 @@ class _Expander:
                 "all_reduce", "world", REDUCE, all_reduce_s(self.d.device, 4.0, world), 1, 1, "Float"
             )
             yield PlannedWait(REDUCE)
-        chunks = [chunk * layout.pp + self.stage for chunk in range(layout.chunks)]
-        held = sum(self.counts[chunk] for chunk in chunks) * self.messages.layer_elements()
-        if 0 in chunks or len(self.counts) - 1 in chunks:
-            held += model.embedding_parameters // layout.tp
+        stages = [stage for stage, home in enumerate(self.program.rank_of_stage) if home == self.stage]
+        held = sum(self.counts[stage] for stage in stages) * self.messages.layer_elements()
+        held += sum(self.root_elements(stage) for stage in stages)
         owned = math.ceil(held / layout.shards)
         yield self.kernels.kernel_of(ADAM, "aten::_fused_adamw_", float(owned) * ADAM_BYTES_PER_PARAMETER, (owned, 1))
         if layout.zero and layout.dp > 1:

@@ -12,6 +12,8 @@ import yaml
 from scaletrace.errors import InputError, UsageError
 
 FAMILIES = ("gpt", "llama", "moe")
+LARGEST_SIZE = 10_000_000
+"""No dimension of a model is larger; beyond it a number is a slip of the pen."""
 _BUILT_IN = Path(__file__).parent / "models.yaml"
 
 
@@ -40,11 +42,16 @@ class Model:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise UsageError(f"model {self.name}: unknown family {self.family!r}; one of {', '.join(FAMILIES)}")
-        for name in ("layers", "hidden", "heads", "vocab", "seq", "experts", "experts_per_token"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"model {self.name}: {name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("layers", "hidden", "heads", "vocab", "seq", "experts", "experts_per_token", "ffn", "kv_heads"):
+            least = 0 if name in ("ffn", "kv_heads") else 1
+            if not least <= getattr(self, name) <= LARGEST_SIZE:
+                raise UsageError(
+                    f"model {self.name}: {name} is {getattr(self, name)}; at least {least} and at most {LARGEST_SIZE:,}"
+                )
         if self.hidden % self.heads:
             raise UsageError(f"model {self.name}: hidden {self.hidden} is not a multiple of heads {self.heads}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise UsageError(f"model {self.name}: kv_heads {self.kv_heads} do not divide heads {self.heads}")
         if self.experts_per_token > self.experts:
             raise UsageError(
                 f"model {self.name}: {self.experts_per_token} experts a token of {self.experts}; not more than there are"
@@ -90,6 +97,11 @@ class Model:
         copies = 1 if self.tied else 2
         positions = self.seq * self.hidden if self.family == "gpt" else 0
         return self.layers * self.layer_parameters + copies * self.embedding_parameters + positions + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets: all but the experts that it is not sent to."""
+        return self.parameters - self.layers * (self.experts - self.experts_per_token) * self.expert_parameters
 
     @property
     def layer_matrices(self) -> int:

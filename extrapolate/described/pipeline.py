@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.described.lanes import LaneProgram
+from scaletrace.extrapolate.rewrite.schedules import Op, Program, build
 
 Operation = tuple[bool, int, int]
 """(is forward, chunk, micro batch)."""
@@ -43,25 +45,24 @@ class Pipeline:
 
 
 def order(stages: int, chunks: int, micro_batches: int, stage: int) -> tuple[list[Operation], int]:
-    """Megatron's order of one stage, and how many forwards are warm-up."""
+    """The actions of one stage in the order of schedules.py, and how many forwards are warm-up by Megatron's count.
+
+    Megatron departs from it in one case: with chunks and as many micro batches as stages, every forward goes first.
+    """
     total = micro_batches * chunks
-    if chunks == 1:
-        warm_up = min(stages - stage - 1, micro_batches)
-    else:
+    warm_up = min(stages - stage - 1, micro_batches)
+    if chunks > 1:
         warm_up = total if micro_batches == stages else min(2 * (stages - stage - 1) + (chunks - 1) * stages, total)
-
-    def place(k: int, is_forward: bool) -> Operation:
-        if chunks == 1:
-            return is_forward, 0, k
-        group, within = divmod(k, stages * chunks)
-        chunk, offset = divmod(within, stages)
-        return is_forward, chunk if is_forward else chunks - 1 - chunk, group * stages + offset
-
-    operations = [place(k, True) for k in range(warm_up)]
-    for k in range(total - warm_up):
-        operations += [place(warm_up + k, True), place(k, False)]
-    operations += [place(k, False) for k in range(total - warm_up, total)]
+    row = _program(stages, chunks, micro_batches).actions[stage]
+    operations = [(action.op is Op.FORWARD, action.stage // stages, action.micro_batch) for action in row]
+    if warm_up == total:
+        operations.sort(key=lambda operation: not operation[0])
     return operations, warm_up
+
+
+@lru_cache(maxsize=8)
+def _program(stages: int, chunks: int, micro_batches: int) -> Program:
+    return build("1F1B" if chunks == 1 else "Interleaved1F1B", stages, micro_batches, chunks)
 
 
 def pipeline_program(pipeline: Pipeline) -> LaneProgram:

@@ -8,14 +8,19 @@ from collections.abc import Iterator
 from scaletrace.extrapolate.described.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
 from scaletrace.extrapolate.described.planned import (
     GATHER,
+    MESSAGE_CHANNELS,
+    MESSAGES,
     REDUCE,
     REPLICATE,
+    RETURNING,
     TENSOR,
     Described,
     Item,
     PlannedCollective,
+    PlannedRange,
     PlannedWait,
 )
+from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program
 
 BUCKET_BYTES = 25e6
 """DDP's default bucket."""
@@ -44,19 +49,15 @@ class MessagePlans:
     def layer_gather(self) -> PlannedCollective:
         return self.shard_collective("all_gather", GATHER, self.layer_elements(), "BFloat16", 2)
 
-    def gather_layer(self) -> Iterator[Item]:
-        """FULL_SHARD gathers again in the backward."""
-        if self.sharded:
-            yield self.layer_gather()
-            yield PlannedWait(GATHER)
-
-    def reduce_layer(self, reduces: bool) -> Iterator[Item]:
+    def reduce(self, elements: int, last: bool) -> Iterator[Item]:
         """FSDP scatters each micro batch's gradients; replicas reduce them once, after the last micro batch."""
-        layout, elements = self.d.layout, self.layer_elements()
+        layout = self.d.layout
         if self.sharded:
             yield self.shard_collective("reduce_scatter", REDUCE, elements, "Float", 4)
             elements //= layout.span("shard").size
-        if layout.dp > 1 and reduces:
+        if layout.dp > 1 and last:
+            if self.sharded:
+                yield PlannedWait(REDUCE, by=REPLICATE)
             yield self.replica_reduction(elements)
 
     def replica_reduction(self, elements: int) -> PlannedCollective:
@@ -78,14 +79,16 @@ class MessagePlans:
         sizes = (part, whole) if kind == "all_gather" else (whole, part)
         return PlannedCollective(kind, "shard", stream, seconds, *sizes, dtype)
 
-    def sharded_root(self, first: bool) -> Iterator[Item]:
-        """The root unit (embedding, and head where it is tied): gathered at the head, reduced at the tail."""
-        elements = self.d.model.embedding_parameters // self.d.layout.tp
-        if self.sharded and first:
-            yield self.shard_collective("all_gather", GATHER, elements, "BFloat16", 2)
-            yield PlannedWait(GATHER)
-        elif self.sharded:
-            yield self.shard_collective("reduce_scatter", REDUCE, elements, "Float", 4)
+    def root_elements(self, stage: int, stages: int) -> int:
+        """Parameters of a stage outside its layers on one tensor-parallel rank: embedding on the first, head on the last."""
+        copies = int(stage == 0) + int(stage == stages - 1 and (stages > 1 or not self.d.model.tied))
+        return copies * (self.d.model.embedding_parameters // self.d.layout.tp)
+
+    def gather_root(self, elements: int) -> Iterator[Item]:
+        """The root unit is gathered before anything of its stage can run."""
+        if self.sharded and elements:
+            gather = self.shard_collective("all_gather", GATHER, elements, "BFloat16", 2)
+            yield PlannedRange("FSDP::root_pre_forward", (gather, PlannedWait(GATHER)))
 
     def tensor_parallel(self) -> Iterator[Item]:
         """What follows a row-parallel product: an all-reduce, or with sequence parallelism the two halves of one."""
@@ -113,18 +116,44 @@ class MessagePlans:
         yield PlannedCollective(kind, axis, stream, seconds, *sizes)
         yield PlannedWait(stream)
 
-    def neighbour(self, direction: int) -> int:
-        """The rank with the same coordinates on the next or previous stage, around the end for interleaved chunks."""
+    def peer(self, program: Program, action: Action) -> int:
+        """The rank with the same coordinates on the stage at the other end of a message."""
         span = self.d.layout.span("pp")
-        stage = (self.stage + direction) % span.size
-        return self.rank + (stage - self.stage) * span.stride
+        forward = action.op in (Op.SEND_F, Op.RECV_F)
+        ahead = forward == (action.op in (Op.SEND_F, Op.SEND_B))
+        home = program.rank_of_stage[action.stage + (1 if ahead else -1)]
+        return self.rank + (home - self.stage) * span.stride
 
-    def message(self, kind: str, stream: int, peer: int) -> Iterator[Item]:
-        """An activation or its gradient, to or from another stage; a receive is awaited at once."""
+    def message(self, action: Action, program: Program) -> PlannedCollective:
+        """An activation or its gradient, to or from another stage; the action that needs a receive waits for it."""
         split = self.d.layout.tp if self.d.layout.sp else 1
         elements = self.d.tokens * self.d.model.hidden // split
         across = self.d.layout.span("pp").stride * self.d.layout.pp > self.d.device.gpus_per_node
-        seconds = send_s(self.d.device, 2.0 * elements, across)
-        yield PlannedCollective(kind, "pp", stream, seconds, elements, elements, peer=peer)
-        if kind == "recv":
-            yield PlannedWait(stream)
+        receives = action.op in (Op.RECV_F, Op.RECV_B)
+        return PlannedCollective(
+            "recv" if receives else "send",
+            "pp",
+            self.stream(action, program),
+            send_s(self.d.device, 2.0 * elements, across),
+            elements,
+            elements,
+            peer=self.peer(program, action),
+            channels=MESSAGE_CHANNELS,
+            mark=str(action) if receives else "",
+        )
+
+    def stream(self, action: Action, program: Program) -> int:
+        """The stream of a message: one for each use, and others for the way back of a V-shaped pipeline."""
+        forward = action.op in (Op.SEND_F, Op.RECV_F)
+        ahead = forward == (action.op in (Op.SEND_F, Op.SEND_B))
+        lower = action.stage if ahead else action.stage - 1
+        turns = program.chunks > 1 and program.rank_of_stage[program.ranks] == program.ranks - 1
+        return MESSAGES[action.op] + (RETURNING if turns and lower >= program.ranks else 0)
+
+    def received(self, action: Action, program: Program) -> Iterator[Item]:
+        """Wait for what an action reads from another rank, if it does."""
+        op = Op.RECV_F if action.op is Op.FORWARD else Op.RECV_B
+        receive = Action(action.stage, op, action.micro_batch)
+        other = action.stage + (-1 if op is Op.RECV_F else 1)
+        if program.rank_of_stage[other] != self.stage:
+            yield PlannedWait(self.stream(receive, program), str(receive))

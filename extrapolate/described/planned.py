@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.described.collectives import GroupShape
-from scaletrace.extrapolate.described.constants import Device, KernelCosts
+from scaletrace.extrapolate.described.constants import NCCL_CHANNELS, Device, KernelCosts
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.rewrite import schedules
+from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program
 
 GATHER, REDUCE, TENSOR, EXPERT, CONTEXT, REPLICATE = 20, 24, 28, 32, 36, 40
-RECEIVE_FORWARD, SEND_FORWARD, RECEIVE_BACKWARD, SEND_BACKWARD = 44, 48, 52, 56
-"""Streams, one for each use, as PyTorch and Megatron keep one communicator for each."""
+MESSAGES = {Op.RECV_F: 44, Op.SEND_F: 48, Op.RECV_B: 52, Op.SEND_B: 56}
+RETURNING = 16
+"""Streams, one for each use, as PyTorch and Megatron keep one communicator for each. What a V-shaped pipeline sends on
+its way back goes to another neighbour, so over a stream of its own, RETURNING further on."""
+
+MESSAGE_CHANNELS = 2
+"""NCCL channels of a message, as MLPerf's submitted configurations cap them; collectives have NCCL_CHANNELS."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedKernel:
-    """A kernel: seconds before calibration, grid, and the shapes of the op that launches it."""
+    """A kernel: seconds before calibration, grid, and the shapes of the op that launches it.
+
+    outer  the operator that the model calls for it, with its shapes;  tag  the name by which its backward node finds it
+    """
 
     name: str
     op: str
     seconds: float
     blocks: int
     shapes: tuple[tuple[int, ...], ...] = ()
+    outer: str = ""
+    outer_shapes: tuple[tuple[int, ...], ...] = ()
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +52,25 @@ class PlannedCollective:
     out_elements: int
     dtype: str = "BFloat16"
     peer: int = -1
+    channels: int = NCCL_CHANNELS
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWait:
-    """The compute stream waits for another."""
+    """A stream (`by`, 0 for the compute stream) waits for another, or with `mark` for one collective on it."""
 
     on: int
+    mark: str = ""
+    by: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedHost:
+    """Work of the thread alone."""
+
+    name: str
+    seconds: float = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +81,25 @@ class PlannedRange:
     body: tuple[Item, ...]
 
 
-Item = PlannedKernel | PlannedCollective | PlannedWait | PlannedRange
+@dataclass(frozen=True, slots=True)
+class PlannedBackward:
+    """An autograd node around further items; `of` is the tag of the forward operator that it belongs to."""
+
+    name: str
+    of: str
+    body: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModule:
+    """The forward of a module around further items."""
+
+    name: str
+    body: tuple[Item, ...]
+
+
+Enclosing = PlannedRange | PlannedBackward | PlannedModule
+Item = PlannedKernel | PlannedCollective | PlannedWait | PlannedHost | Enclosing
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +124,9 @@ class Described:
             raise UsageError(f"ep={layout.ep} does not divide the {model.experts} experts of {model.name}")
         if layout.pp * layout.chunks > model.layers:
             raise UsageError(f"{layout.pp * layout.chunks} stages for the {model.layers} layers of {model.name}")
-        if layout.pipeline_schedule not in ("1F1B", "Interleaved1F1B"):
-            raise UsageError(f"schedule {layout.pipeline_schedule} can't be described yet; 1F1B or Interleaved1F1B")
+        schedules.check(layout.pipeline_schedule, layout.pp, self.micro_batches, layout.chunks)
+        if layout.zero == 3:
+            raise UsageError("zero=3 shards parameters over dp; write that as fsdp")
 
     @property
     def seq(self) -> int:
@@ -105,7 +150,27 @@ class Described:
         """Tokens of one step of the whole job."""
         return self.mbs * self.seq * self.micro_batches * self.layout.data_ranks
 
+    @property
+    def program(self) -> Program:
+        """The pipeline's actions by rank; one stage where there is no pipeline."""
+        return _program(self.layout.pipeline_schedule, self.layout.pp, self.micro_batches, self.layout.chunks)
+
+    @property
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """The same with sends and receives, in order of posting."""
+        return _rows(self.layout.pipeline_schedule, self.layout.pp, self.micro_batches, self.layout.chunks)
+
     def group(self, axis: str) -> GroupShape:
         """How the groups of an axis lie on nodes."""
         span = self.layout.span(axis)
         return GroupShape(span.size, max(1, self.device.gpus_per_node // span.stride))
+
+
+@lru_cache(maxsize=64)
+def _program(schedule: str, ranks: int, micro_batches: int, chunks: int) -> Program:
+    return schedules.build(schedule, ranks, micro_batches, chunks)
+
+
+@lru_cache(maxsize=64)
+def _rows(schedule: str, ranks: int, micro_batches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+    return schedules.with_messages(_program(schedule, ranks, micro_batches, chunks))

@@ -57,9 +57,9 @@ def test_no_limit_is_null_and_said() -> None:
     ("arguments", "message"),
     [
         (("--flop", "many"), "write numbers such as 1e26,2e28"),
-        (("--network", "0"), "--network 0.0 must be a positive number"),
-        (("--latency-us", "-1"), "--latency-us -1.0 must be at least 0"),
-        (("--utilization", "2"), "utilization is 2.0"),
+        (("--network", "0"), "--network: 0.0 is not possible; at least 1e-06"),
+        (("--latency-us", "-1"), "--latency-us: -1.0 is not possible; at least 0"),
+        (("--utilization", "2"), "--utilization: 2.0 is not possible; at least 0.001 and at most 1"),
         (("--cluster", "no-such"), "no-such"),
     ],
 )

@@ -12,10 +12,10 @@ from scaletrace.extrapolate.described.expand import distinct_ranks, expand, grou
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.described.planned import (
     Described,
+    Enclosing,
     Item,
     PlannedCollective,
     PlannedKernel,
-    PlannedRange,
 )
 from scaletrace.extrapolate.layout import Layout
 
@@ -30,7 +30,7 @@ def describe(layout: str, model: Model = MODEL) -> Described:
 def flat(items: tuple[Item, ...]) -> Iterator[PlannedKernel | PlannedCollective]:
     """Kernels and collectives in order, ranges opened."""
     for item in items:
-        if isinstance(item, PlannedRange):
+        if isinstance(item, Enclosing):
             yield from flat(item.body)
         elif isinstance(item, PlannedKernel | PlannedCollective):
             yield item
@@ -74,17 +74,18 @@ def test_sharded_parameters_are_gathered_twice_and_reduced_once_a_micro_batch() 
     layer = MODEL.layer_parameters
 
     assert (2 * 4 + 1, 4 + 1) == (len(gathers), len(scatters))
-    assert {layer, MODEL.embedding_parameters} == {item.out_elements for item in gathers}
+    assert {layer, 2 * MODEL.embedding_parameters} == {item.out_elements for item in gathers}
     assert all(4 * item.in_elements == item.out_elements for item in gathers)
     assert {"Float"} == {item.dtype for item in scatters}
 
 
 def test_replicas_reduce_their_gradients_once_after_the_last_micro_batch() -> None:
-    """Plain data parallelism: as many elements as layers have, whatever the micro batches."""
+    """Plain data parallelism: as many elements as layers, embedding and head have, whatever the micro batches."""
     for layout in ("dp=4", "dp=4,microbatches=3"):
         found = [item for item in collectives(describe(layout), axis="dp") if item.kind == "all_reduce"]
 
-        assert MODEL.layers * MODEL.layer_parameters == sum(item.in_elements for item in found)
+        held = MODEL.layers * MODEL.layer_parameters + 2 * MODEL.embedding_parameters
+        assert held == sum(item.in_elements for item in found)
 
 
 def test_tensor_parallelism_reduces_twice_a_layer_each_way() -> None:
@@ -142,7 +143,7 @@ def test_one_rank_a_stage_is_distinct() -> None:
         ("tp=3", "tp=3 does not divide heads 8"),
         ("pp=8,microbatches=8", "8 stages for the 4 layers"),
         ("fsdp=2,ep=2", "ep=2 does not divide the 1 experts"),
-        ("pp=2,microbatches=4,schedule=GPipe", "schedule GPipe can't be described yet"),
+        ("dp=2,zero=3", "write that as fsdp"),
     ],
 )
 def test_descriptions_that_can_not_be_cut_are_refused(layout: str, message: str) -> None:

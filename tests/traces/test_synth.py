@@ -189,7 +189,7 @@ def test_missing_and_doubled_ranks_are_files(tmp_path: Path) -> None:
 
 def test_unknown_faults_and_ranks_are_refused(tmp_path: Path) -> None:
     """The message lists what there is."""
-    with pytest.raises(UsageError, match="no fault 'gremlin'; known: slow, delay"):
+    with pytest.raises(UsageError, match="no fault 'gremlin'; known: slow, jitter, delay"):
         Fault.parse("gremlin")
     with pytest.raises(UsageError, match="write slow:RANK:AMOUNT with numbers"):
         Fault.parse("slow:one")

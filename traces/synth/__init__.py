@@ -6,36 +6,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scaletrace.errors import UsageError
-from scaletrace.traces.synth.faults import Fault, damage_events, damage_text
+from scaletrace.traces.synth.faults import Fault, conditions, damage_events, damage_text
 from scaletrace.traces.synth.kineto import (
     START_NS,
     Style,
     file_name,
     header,
+    manifest_text,
     rank_events,
     trace_text,
     write_text,
 )
 from scaletrace.traces.synth.program import (
     Annotation,
+    Backward,
     Collective,
     HostOp,
     Instruction,
     Kernel,
+    Module,
     ProcessGroup,
     Sync,
     SynthJob,
     Wait,
 )
-from scaletrace.traces.synth.schedule import Schedule, schedule
+from scaletrace.traces.synth.schedule import Condition, Schedule, schedule
 
 __all__ = [
     "Annotation",
+    "Backward",
     "Collective",
+    "Condition",
     "Fault",
     "HostOp",
     "Instruction",
     "Kernel",
+    "Module",
     "ProcessGroup",
     "Schedule",
     "Style",
@@ -49,20 +55,23 @@ __all__ = [
 
 
 def plan(job: SynthJob, faults: Sequence[Fault] = ()) -> Schedule:
-    """When everything happens, with the faults that change timing (slow ranks, delays) applied."""
-    slow = {r: f.amount for f in faults if f.kind == "slow" for r in job.programs if f.concerns(r)}
-    delay = {r: round(f.amount) for f in faults if f.kind == "delay" for r in job.programs if f.concerns(r)}
-    return schedule(job, slow=slow, delay_ns=delay)
+    """When everything happens, with the faults that change timing (slow ranks, delays, jitter, …) applied."""
+    return schedule(job, conditions={rank: conditions(faults, rank) for rank in job.programs})
 
 
 def write_capture(job: SynthJob, folder: Path, faults: Sequence[Fault] = (), style: Style | None = None) -> list[Path]:
-    """Write one Kineto file for each rank with a program; returns the files. Raises UsageError for a rank out of range."""
+    """Write one Kineto file for each rank with a program, and a manifest beside them where the job describes its model.
+
+    Returns the traces. Raises UsageError for a fault of a rank that is not written.
+    """
     for fault in faults:
         if fault.rank >= 0 and fault.rank not in job.programs:
             raise UsageError(f"fault {fault.kind}: rank {fault.rank} is not written; there are {sorted(job.programs)}")
     timing = plan(job, faults)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
+    if job.model:
+        write_text(folder / "manifest.json", manifest_text(job))
     for rank in sorted(job.programs):
         mine = [fault for fault in faults if fault.concerns(rank)]
         kinds = {fault.kind for fault in mine}
@@ -88,4 +97,5 @@ def _style(style: Style, kinds: set[str]) -> Style:
         groups=style.groups and not old,
         kernel_metadata=style.kernel_metadata and not old,
         shapes=style.shapes and "no-shapes" not in kinds,
+        modules=style.modules and "no-modules" not in kinds,
     )

@@ -11,36 +11,49 @@ from dataclasses import dataclass
 
 from scaletrace.errors import UsageError
 from scaletrace.traces.synth.kineto import Event
+from scaletrace.traces.synth.schedule import Condition
 
-AMOUNTS = {
-    "slow": "1.2",
-    "delay": "20000000",
-    "clock": "2000000",
-    "drift": "50",
-    "missing": "",
-    "late-start": "1",
-    "lost-kernels": "0.02",
-    "lost-launches": "0.02",
-    "zero-duration": "0.02",
-    "shuffled": "",
-    "crossing": "0.02",
-    "truncated": "0.7",
-    "not-a-number": "",
-    "bare-quote": "",
-    "trailing-comma": "",
-    "old-torch": "",
-    "no-sequence": "",
-    "no-sync-events": "",
-    "no-shapes": "",
-    "twice": "",
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """What the number of a fault means, its default, and between which values it makes sense; no meaning: no number."""
+
+    meaning: str = ""
+    default: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+_HOUR_NS = 3.6e12
+_SHARE = (0.02, 0.0, 1.0)
+FAULTS = {
+    "slow": Amount("factor on the kernel times of the rank", 1.2, 0.01, 100),
+    "jitter": Amount("standard deviation of its kernel times, as a share of them", 0.05, 0, 2),
+    "delay": Amount("ns of host time before each of its steps", 20_000_000, 0, _HOUR_NS),
+    "loader-stall": Amount("ns that it waits for the data loader, each step", 20_000_000, 0, _HOUR_NS),
+    "late-launch": Amount("ns that each of its launches takes longer", 500_000, 0, 1e9),
+    "clock": Amount("ns by which its clock is ahead", 2_000_000, -_HOUR_NS, _HOUR_NS),
+    "drift": Amount("parts in a million by which its clock is fast", 50, -100_000, 100_000),
+    "missing": Amount(),
+    "late-start": Amount("steps that it does not record", 1, 0, 1e6),
+    "lost-kernels": Amount("share of kernels without a record", *_SHARE),
+    "lost-launches": Amount("share of launches without a record", *_SHARE),
+    "lost-ops": Amount("share of operators without a record", *_SHARE),
+    "zero-duration": Amount("share of kernels recorded without a duration", *_SHARE),
+    "shuffled": Amount(),
+    "crossing": Amount("share of operators that end in the next one", *_SHARE),
+    "truncated": Amount("share of the file that is kept", 0.7, 0, 1),
+    "not-a-number": Amount(),
+    "bare-quote": Amount(),
+    "trailing-comma": Amount(),
+    "old-torch": Amount(),
+    "no-sequence": Amount(),
+    "no-sync-events": Amount(),
+    "no-shapes": Amount(),
+    "no-modules": Amount(),
+    "twice": Amount(),
 }
-"""Every fault with its default amount: slow (× kernel times), delay (ns of host time a step), clock (ns of offset), drift
-(ppm), late-start (steps not recorded), shares of events for lost-*, zero-duration and crossing, share of the file kept
-for truncated."""
-
-TIMING = frozenset({"slow", "delay"})
-STYLE = frozenset({"old-torch", "no-sequence", "no-sync-events", "no-shapes"})
-FILES = frozenset({"missing", "twice"})
+"""Every fault and what its number means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +66,45 @@ class Fault:
 
     @staticmethod
     def parse(text: str) -> Fault:
-        """Read KIND[:RANK[:AMOUNT]]; raises UsageError naming what is known."""
+        """Read KIND[:RANK[:AMOUNT]]; raises UsageError naming what is known, or what the amount may be."""
         kind, _, rest = text.partition(":")
         rank, _, amount = rest.partition(":")
-        if kind not in AMOUNTS:
-            raise UsageError(f"no fault {kind!r}; known: {', '.join(AMOUNTS)}")
+        if kind not in FAULTS:
+            raise UsageError(f"no fault {kind!r}; known: {', '.join(FAULTS)}")
+        known = FAULTS[kind]
         try:
-            return Fault(kind, int(rank) if rank else -1, float(amount or AMOUNTS[kind] or 0))
+            fault = Fault(kind, int(rank) if rank else -1, float(amount) if amount else known.default)
         except ValueError as error:
             raise UsageError(
-                f"fault {text!r}: write {kind}:RANK:AMOUNT with numbers, as in {kind}:0:{AMOUNTS[kind] or 1}"
+                f"fault {text!r}: write {kind}:RANK:AMOUNT with numbers, as in {kind}:0:{known.default or 1:g}"
             ) from error
+        if amount and not known.meaning:
+            raise UsageError(f"fault {text!r}: {kind} takes no amount; write {kind} or {kind}:RANK")
+        if known.meaning and not known.low <= fault.amount <= known.high:
+            raise UsageError(
+                f"fault {text!r}: {amount} is not possible; give the {known.meaning}, from {known.low:g} to {known.high:g}"
+            )
+        if rank and fault.rank < 0:
+            raise UsageError(f"fault {text!r}: rank {rank} is not possible; ranks count from 0, none means every rank")
+        return fault
 
     def concerns(self, rank: int) -> bool:
         return self.rank in (-1, rank)
+
+
+def conditions(faults: Sequence[Fault], rank: int) -> Condition:
+    """What the faults that change timing make of one rank; several of a kind add up (slow: multiply)."""
+    slow, total = 1.0, dict.fromkeys(("jitter", "delay", "loader-stall", "late-launch"), 0.0)
+    for fault in faults:
+        if not fault.concerns(rank):
+            continue
+        if fault.kind == "slow":
+            slow *= fault.amount
+        elif fault.kind in total:
+            total[fault.kind] += fault.amount
+    return Condition(
+        slow, round(total["delay"]), round(total["loader-stall"]), round(total["late-launch"]), total["jitter"]
+    )
 
 
 def damage_events(
@@ -90,6 +128,8 @@ def damage_events(
             out = [event for event in out if event.ph == "M" or event.ts_ns >= cut]
         elif fault.kind in ("lost-kernels", "lost-launches"):
             out = _lose(out, fault, dice)
+        elif fault.kind == "lost-ops":
+            out = [event for event in out if event.cat != "cpu_op" or dice.random() >= fault.amount]
         elif fault.kind == "zero-duration":
             for event in out:
                 if event.cat == "kernel" and dice.random() < fault.amount:

@@ -15,6 +15,8 @@ from scaletrace.traces.synth.program import (
     COMPUTE_STREAM,
     DTYPES,
     KINDS,
+    Annotation,
+    Backward,
     Collective,
     HostCosts,
     HostOp,
@@ -23,7 +25,7 @@ from scaletrace.traces.synth.program import (
     SynthJob,
     Wait,
 )
-from scaletrace.traces.synth.schedule import Call, Schedule
+from scaletrace.traces.synth.schedule import Call, Schedule, Stretch
 
 TRIMONTH_S = 7_889_238
 BASE_NS = 224 * TRIMONTH_S * 1_000_000_000
@@ -36,6 +38,8 @@ LISTED_RANKS = 30
 """Entries of "Process Group Ranks" before Kineto cuts the list."""
 
 _EVENT_NS = 1_500
+_INSET_NS = 400
+"""How much later an operator starts, and earlier it ends, than the one that calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Style:
 
     sync_events  cuda_sync records (`enable_cuda_sync_events`); sequence  "Seq" of collectives (torch ≥ 2.12)
     groups       pg_config in the header and group metadata on events (torch ≥ 2.4); kernel_metadata  on NCCL kernels
-    shapes       "Input Dims" (`record_shapes`)
+    shapes       "Input Dims" (`record_shapes`); modules  frames of modules (`with_modules`)
     """
 
     sync_events: bool = True
@@ -52,6 +56,7 @@ class Style:
     groups: bool = True
     kernel_metadata: bool = True
     shapes: bool = True
+    modules: bool = True
 
 
 @dataclass(slots=True)
@@ -59,6 +64,7 @@ class _Ids:
     correlation: int = 1000
     external: int = 1
     event: int = 0
+    frame: int = 0
 
     def next_correlation(self) -> int:
         self.correlation += 1
@@ -108,7 +114,7 @@ def rank_events(job: SynthJob, plan: Schedule, rank: int, style: Style | None = 
 class _Writer:
     """Holds what all events of one rank share."""
 
-    __slots__ = ("costs", "device", "ids", "job", "pid", "plan", "rank", "recorded", "style", "used")
+    __slots__ = ("costs", "device", "ids", "job", "modules", "pid", "plan", "rank", "recorded", "style", "used")
 
     def __init__(self, job: SynthJob, plan: Schedule, rank: int, style: Style) -> None:
         self.job, self.plan, self.rank, self.style = job, plan, rank, style
@@ -116,7 +122,8 @@ class _Writer:
         self.pid = 4000 + rank
         self.device = rank % job.gpus_per_node
         self.used: Counter[str] = Counter()
-        self.recorded: dict[int, tuple[int, int]] = {}
+        self.recorded: dict[str, int] = {}
+        self.modules: dict[str, int] = {}
 
     def events(self) -> Iterator[Event]:
         mine = self.plan.plans[self.rank]
@@ -125,8 +132,8 @@ class _Writer:
         )
         for step, first, last in mine.steps:
             yield self._range(f"ProfilerStep#{step}", first, last)
-        for name, first, last in mine.ranges:
-            yield self._range(name, first, last)
+        for stretch in mine.ranges:
+            yield from self._stretch(stretch)
         for call in mine.calls:
             if isinstance(call.what, HostOp):
                 yield self._op(call.what.name, call)
@@ -158,11 +165,29 @@ class _Writer:
         for stream in streams:
             yield Event("M", "", "thread_name", self.device, stream, at, args={"name": f"stream {stream} "})
 
-    def _range(self, name: str, first: int, last: int) -> Event:
+    def _range(
+        self, name: str, first: int, last: int, cat: str = "user_annotation", more: Mapping[str, Any] | None = None
+    ) -> Event:
         start, _ = self._at(first)
         end = START_NS + self.plan.end_ns[last]
-        args = {"External id": self.ids.next_external(), "Record function id": 0}
-        return Event("X", "user_annotation", name, self.pid, self.pid, start, end - start, args)
+        args = {"External id": self.ids.next_external(), "Record function id": 0, **(more or {})}
+        return Event("X", cat, name, self.pid, self.pid, start, end - start, args)
+
+    def _stretch(self, stretch: Stretch) -> Iterator[Event]:
+        """An annotation, an autograd node with the number of its forward operator, or the frame of a module."""
+        what = stretch.what
+        if isinstance(what, Annotation):
+            yield self._range(what.name, stretch.first, stretch.last)
+        elif isinstance(what, Backward):
+            name = f"autograd::engine::evaluate_function: {what.name}"
+            number = {"Sequence number": stretch.number, "Fwd thread id": 1} if stretch.number >= 0 else {}
+            yield self._range(name, stretch.first, stretch.last, "cpu_op", number)
+        elif self.style.modules:
+            self.ids.frame += 1
+            number = self.modules.setdefault(what.name, len(self.modules))
+            frame = self._range(f"nn.Module: {what.name}", stretch.first, stretch.last, "python_function")
+            frame.args = {"Python parent id": None, "Python module id": number, "Python id": self.ids.frame}
+            yield frame
 
     def _op(
         self, name: str, call: Call, more: Mapping[str, Any] | None = None, cat: str = "cpu_op", inset: int = 0
@@ -176,17 +201,27 @@ class _Writer:
         return Event("X", "cuda_runtime", name, self.pid, self.pid, ts_ns, dur_ns, args)
 
     def _kernel(self, call: Call, what: Kernel) -> Iterator[Event]:
-        more: dict[str, Any] = {"Sequence number": 0, "Fwd thread id": 0}
-        if self.style.shapes and what.shapes:
-            more["Input Dims"] = [list(shape) for shape in what.shapes]
-            more["Input type"] = ["c10::BFloat16"] * len(what.shapes)
-        op = self._op(what.op, call, more)
+        number = {"Sequence number": call.number, "Fwd thread id": 0} if call.number >= 0 else {}
+        if what.outer:
+            yield self._op(what.outer, call, {**number, **self._dims(what.outer_shapes)})
+        op = self._op(what.op, call, {**number, **self._dims(what.shapes)}, inset=_INSET_NS if what.outer else 0)
         yield op
+        start, dur = self._at(call.host)
+        longer = dur - self.costs.op_ns
         launch = self._runtime(
-            "cudaLaunchKernel", op.ts_ns + self.costs.lead_ns, self.costs.launch_ns, op.args["External id"], 211
+            "cudaLaunchKernel", start + self.costs.lead_ns, self.costs.launch_ns + longer, op.args["External id"], 211
         )
         yield launch
         yield from self._on_device(what.name, what.stream, call, launch, what.blocks, {})
+
+    def _dims(self, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Shapes and types of an operator's inputs, where they are recorded; () is an input that is no tensor."""
+        if not self.style.shapes or not shapes:
+            return {}
+        return {
+            "Input Dims": [list(shape) for shape in shapes],
+            "Input type": ["c10::BFloat16" if shape else "" for shape in shapes],
+        }
 
     def _on_device(
         self, name: str, stream: int, call: Call, launch: Event, blocks: int, more: Mapping[str, Any]
@@ -221,12 +256,17 @@ class _Writer:
         record = self._op("record_param_comms", call, {**metadata, **self._record_only(what)}, inset=4_000)
         yield record
         yield self._op(f"nccl:{collective}", call, cat="user_annotation", inset=6_000)
-        start, external = self._at(call.host)[0], record.args["External id"]
+        (start, dur), external = self._at(call.host), record.args["External id"]
         yield from self._stream_wait(start + 8_000, what.stream, COMPUTE_STREAM, external)
-        launch = self._runtime(
-            "cudaLaunchKernelExC", start + self.costs.collective_lead_ns, self.costs.launch_ns, external, 430
-        )
+        at = start + self.costs.collective_lead_ns
+        longer = dur - self.costs.collective_ns
+        launch = self._runtime("cudaLaunchKernelExC", at, self.costs.launch_ns + longer, external, 430)
         yield launch
+        if what.mark:
+            record_ns = at + self.costs.launch_ns + longer + 300
+            done = self._runtime("cudaEventRecordWithFlags", record_ns, _EVENT_NS, external, 370)
+            self.recorded[what.mark] = done.args["correlation"]
+            yield done
         letter = DTYPES[what.dtype][0]
         name = f"ncclDevKernel_{kernel}(ncclDevKernelArgsStorage<4096ul>)"
         if kernel != "SendRecv":
@@ -276,13 +316,21 @@ class _Writer:
 
     def _wait(self, call: Call, what: Wait) -> Iterator[Event]:
         start, _ = self._at(call.host)
-        yield from self._stream_wait(start + 500, what.stream, what.on, self.ids.external)
+        if what.mark:
+            recorded = self.recorded[what.mark]
+            yield from self._awaited(start + 500, what.stream, what.on, self.ids.external, recorded)
+        else:
+            yield from self._stream_wait(start + 500, what.stream, what.on, self.ids.external)
 
     def _stream_wait(self, ts_ns: int, stream: int, on: int, external: int) -> Iterator[Event]:
         """`stream` waits for `on`: an event is recorded there, and awaited here."""
         record = self._runtime("cudaEventRecordWithFlags", ts_ns, _EVENT_NS, external, 370)
         yield record
-        wait = self._runtime("cudaStreamWaitEvent", ts_ns + _EVENT_NS + 300, _EVENT_NS, external, 147)
+        yield from self._awaited(ts_ns + _EVENT_NS + 300, stream, on, external, record.args["correlation"])
+
+    def _awaited(self, ts_ns: int, stream: int, on: int, external: int, recorded: int) -> Iterator[Event]:
+        """`stream` waits for the event that call `recorded` put on `on`."""
+        wait = self._runtime("cudaStreamWaitEvent", ts_ns, _EVENT_NS, external, 147)
         yield wait
         if not self.style.sync_events:
             return
@@ -291,7 +339,7 @@ class _Writer:
             "External id": external,
             "cuda_sync_kind": "Stream Wait Event",
             "wait_on_stream": on,
-            "wait_on_cuda_event_record_corr_id": record.args["correlation"],
+            "wait_on_cuda_event_record_corr_id": recorded,
             "wait_on_cuda_event_id": self.ids.event,
             "stream": stream,
             "correlation": wait.args["correlation"],
@@ -365,6 +413,17 @@ def trace_text(top: Mapping[str, Any], events: Sequence[Event]) -> str:
     head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in top.items())
     body = ",\n".join(event.text() for event in events)
     return f'{{\n{head},\n"traceEvents": [\n{body}\n],\n"traceName": "trace.json"\n}}\n'
+
+
+def manifest_text(job: SynthJob) -> str:
+    """The capture's manifest: how many ranks there are, and what the model is and does in a step of the whole job."""
+    document = {
+        "schema": "scaletrace.capture/1",
+        "synthetic": {"name": job.name, **job.facts},
+        "ranks": {"expected": job.world_size},
+        "model": dict(job.model),
+    }
+    return json.dumps(document, indent=1) + "\n"
 
 
 def file_name(rank: int) -> str:

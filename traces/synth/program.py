@@ -45,7 +45,11 @@ class HostOp:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel launch. `blocks` is the grid; `shapes` goes into "Input Dims" of the op that launched it."""
+    """One kernel launch. `blocks` is the grid; `shapes` goes into "Input Dims" of the op that launched it.
+
+    outer  the operator that a model calls and that contains `op`, with its own shapes ("": `op` is called itself)
+    tag    names this operator for its backward node; it gets an autograd sequence number
+    """
 
     name: str
     dur_ns: int
@@ -53,6 +57,9 @@ class Kernel:
     stream: int = COMPUTE_STREAM
     blocks: int = 132
     shapes: tuple[tuple[int, ...], ...] = ()
+    outer: str = ""
+    outer_shapes: tuple[tuple[int, ...], ...] = ()
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,8 @@ class Collective:
     group        name of the ProcessGroup
     in_elements, out_elements  as record_param_comms counts them
     peer         global rank of the other side, for send and recv
+    slowdown     how much slower kernels of its ranks run while it is resident there (0.5: 1.5 times as long)
+    mark         a name for a `Wait` that awaits just this one
     """
 
     kind: str
@@ -74,14 +83,20 @@ class Collective:
     stream: int = 20
     peer: int = -1
     channels: int = 24
+    slowdown: float = 0.0
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`stream` waits for all work given to stream `on` so far (cudaEventRecord, cudaStreamWaitEvent)."""
+    """`stream` waits for all work given to stream `on` so far (cudaEventRecord, cudaStreamWaitEvent).
+
+    With `mark` it waits for the collective of that name only, whose event was recorded when it was issued.
+    """
 
     on: int
     stream: int = COMPUTE_STREAM
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +112,28 @@ class Annotation:
     body: tuple[Instruction, ...]
 
 
-Instruction = HostOp | Kernel | Collective | Wait | Sync | Annotation
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """An autograd node around what it runs; `of` is the tag of its forward operator, "" for a node without one.
+
+    It runs on the calling thread, as with `torch.autograd.set_multithreading_enabled(False)`.
+    """
+
+    name: str
+    of: str
+    body: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """The forward of an `nn.Module`, as a profiler with `with_modules` or `with_stack` shows it (a Python frame)."""
+
+    name: str
+    body: tuple[Instruction, ...]
+
+
+Range = Annotation | Backward | Module
+Instruction = HostOp | Kernel | Collective | Wait | Sync | Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +141,8 @@ class SynthJob:
     """Programs of one step by rank, and the world that they run in.
 
     Ranks of the world without a program are not written; collectives then go without them.
+    collective_slowdown  how much slower a transfer is while a kernel runs on one of its ranks
+    model                what the manifest says of the model: parameters, tokens_per_step, flops_per_step of the job
     """
 
     world_size: int
@@ -117,6 +155,8 @@ class SynthJob:
     nccl_version: str = "2.27.5"
     name: str = "synthetic"
     facts: Mapping[str, str] = field(default_factory=dict)
+    collective_slowdown: float = 0.0
+    model: Mapping[str, float | str] = field(default_factory=dict)
 
     def group(self, name: str) -> ProcessGroup:
         return next(group for group in self.groups if group.name == name)
@@ -132,6 +172,9 @@ class HostCosts:
     collective_ns: int = 38_000
     collective_lead_ns: int = 14_000
     wait_ns: int = 4_500
+    marked_wait_ns: int = 2_500
+    enter_ns: int = 1_500
+    leave_ns: int = 800
     sync_ns: int = 6_000
     step_ns: int = 60_000
     to_device_ns: int = 1_500

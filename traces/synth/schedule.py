@@ -1,33 +1,61 @@
 """Turns programs into times: when each host call, kernel and collective of each rank starts and ends, in integer ns.
 
 Every rank's thread runs ahead of its device; a kernel starts once it is launched, its stream is free and what it waits
-for has ended; a collective ends for all of its ranks together. The answer is the longest path through these.
+for has ended; a collective ends for all of its ranks together. The answer is the longest path through these, or, where
+kernels and collectives slow each other, what interference.py makes of them.
 """
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from scaletrace.errors import UsageError
+from scaletrace.traces.synth.interference import Roles, contended
 from scaletrace.traces.synth.program import (
     COMPUTE_STREAM,
     Annotation,
+    Backward,
     Collective,
     HostCosts,
     HostOp,
     Instruction,
     Kernel,
+    Module,
+    Range,
     Sync,
     SynthJob,
     Wait,
 )
 
+LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+LEAST_JITTER = 0.2
+"""No kernel gets shorter than this share of its time, however wide the jitter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What is wrong with a rank: `slow` × kernel times, extra host ns at each step's start (unnamed, or in the data
+    loader) and at each launch, and the standard deviation of kernel times as a share."""
+
+    slow: float = 1.0
+    delay_ns: int = 0
+    loader_ns: int = 0
+    launch_ns: int = 0
+    jitter: float = 0.0
+
+
+WELL = Condition()
+
 
 @dataclass(slots=True)
 class Call:
-    """One instruction of one rank with its host interval and, where it runs on the device, its device interval."""
+    """One instruction of one rank with its host interval and, where it runs on the device, its device interval.
+
+    number: autograd sequence number of a tagged operator, -1 without.
+    """
 
     what: Instruction
     step: int
@@ -36,15 +64,25 @@ class Call:
     device: int = -1
     end: int = -1
     seq: int = -1
-    waits_on: tuple[int, int] = (-1, -1)
+    number: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A range of the host from one of its nodes to another; number as of the operator that a backward node belongs to."""
+
+    what: Range
+    first: int
+    last: int
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The calls of one rank in order, ranges as (name, first host node, last host node, depth), steps likewise."""
+    """The calls of one rank in order, its ranges in order of start, steps as (number, first and last host node)."""
 
     calls: tuple[Call, ...]
-    ranges: tuple[tuple[str, int, int], ...]
+    ranges: tuple[Stretch, ...]
     steps: tuple[tuple[int, int, int], ...]
 
 
@@ -84,13 +122,17 @@ class _Rank:
     rank: int
     nodes: _Nodes
     costs: HostCosts
-    slow: float
+    condition: Condition
+    dice: random.Random
     calls: list[Call] = field(default_factory=list)
-    ranges: list[tuple[str, int, int]] = field(default_factory=list)
+    ranges: list[Stretch] = field(default_factory=list)
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     thread: int = -1
+    numbers: int = 0
     last: dict[int, int] = field(default_factory=dict)
     pending: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    marks: dict[str, int] = field(default_factory=dict)
+    tags: dict[str, int] = field(default_factory=dict)
 
     def host(self, dur_ns: int, after: Iterable[int] = ()) -> int:
         before = [(self.thread, 0)] if self.thread >= 0 else []
@@ -107,70 +149,106 @@ class _Rank:
             before.append((self.last[stream], 0))
         return self.nodes.add(dur_ns, before)
 
+    def kernel_ns(self, what: Kernel) -> int:
+        """The time of a kernel on this rank, before anything slows it."""
+        factor = self.condition.slow
+        if self.condition.jitter:
+            factor *= max(LEAST_JITTER, self.dice.gauss(1.0, self.condition.jitter))
+        return round(what.dur_ns * factor)
+
+    def number_of(self, tag: str) -> int:
+        """A new autograd sequence number for a tagged operator, -1 without a tag."""
+        if not tag:
+            return -1
+        self.numbers += 1
+        self.tags[tag] = self.numbers
+        return self.numbers
+
 
 Key = tuple[str, str, int]
 """Instance of a collective: (group, "" or "src>dst", number)."""
 
 
+@dataclass(slots=True)
+class _World:
+    """What the ranks share while they are walked."""
+
+    arrivals: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
+    ends: dict[Key, int] = field(default_factory=dict)
+    roles: Roles = field(default_factory=Roles)
+
+
 def schedule(
-    job: SynthJob,
-    costs: HostCosts | None = None,
-    slow: Mapping[int, float] | None = None,
-    delay_ns: Mapping[int, int] | None = None,
+    job: SynthJob, costs: HostCosts | None = None, conditions: Mapping[int, Condition] | None = None
 ) -> Schedule:
-    """Times of all ranks. `slow` multiplies a rank's kernel times, `delay_ns` is extra host time at each step's start."""
-    costs, nodes = costs or HostCosts(), _Nodes()
-    arrivals: dict[Key, list[int]] = defaultdict(list)
-    ends: dict[Key, int] = {}
+    """Times of all ranks, with what is wrong with some of them."""
+    costs, nodes, world = costs or HostCosts(), _Nodes(), _World()
     plans = {}
     for rank, program in sorted(job.programs.items()):
-        state = _Rank(rank, nodes, costs, (slow or {}).get(rank, 1.0))
+        state = _Rank(rank, nodes, costs, (conditions or {}).get(rank, WELL), random.Random(f"jitter {rank}"))
         counter: dict[tuple[str, str], int] = defaultdict(int)
         for step in range(job.steps):
-            first = state.host(costs.step_ns + (delay_ns or {}).get(rank, 0))
+            first = state.host(costs.step_ns + state.condition.delay_ns)
+            if state.condition.loader_ns:
+                loader = state.host(state.condition.loader_ns)
+                state.ranges.append(Stretch(Annotation(LOADER, ()), loader, loader))
             for instruction in program:
-                _walk(state, instruction, step, 0, counter, arrivals, ends)
+                _walk(state, instruction, step, 0, counter, world)
             state.steps.append((step, first, state.thread))
         plans[rank] = RankPlan(tuple(state.calls), tuple(state.ranges), tuple(state.steps))
-    for key, node in ends.items():
-        nodes.before[node] += [(arrival, 0) for arrival in arrivals[key]]
-    start_ns, end_ns = _longest_path(nodes)
+    for key, node in world.ends.items():
+        nodes.before[node] += [(arrival, 0) for arrival in world.arrivals[key]]
+    if any(world.roles.slowdown.values()) or job.collective_slowdown:
+        start_ns, end_ns = contended(nodes.dur_ns, nodes.before, world.roles, job.collective_slowdown)
+        _refuse_stuck(sum(end < 0 for end in end_ns))
+    else:
+        start_ns, end_ns = _longest_path(nodes)
     return Schedule(start_ns, end_ns, plans)
 
 
 def _walk(
-    state: _Rank,
-    what: Instruction,
-    step: int,
-    depth: int,
-    counter: dict[tuple[str, str], int],
-    arrivals: dict[Key, list[int]],
-    ends: dict[Key, int],
+    state: _Rank, what: Instruction, step: int, depth: int, counter: dict[tuple[str, str], int], world: _World
 ) -> None:
     costs = state.costs
-    if isinstance(what, Annotation):
-        first = len(state.nodes.dur_ns)
-        for inner in what.body:
-            _walk(state, inner, step, depth + 1, counter, arrivals, ends)
-        if len(state.nodes.dur_ns) > first:
-            state.ranges.append((what.name, first, state.thread))
+    if isinstance(what, Annotation | Backward | Module):
+        _range(state, what, step, depth, counter, world)
     elif isinstance(what, HostOp):
         state.calls.append(Call(what, step, depth, state.host(what.dur_ns)))
     elif isinstance(what, Kernel):
-        call = state.host(costs.op_ns)
-        node = state.enqueue(what.stream, round(what.dur_ns * state.slow), call, costs.lead_ns)
+        call = state.host(costs.op_ns + state.condition.launch_ns)
+        lead_ns = costs.lead_ns + state.condition.launch_ns
+        node = state.enqueue(what.stream, state.kernel_ns(what), call, lead_ns)
+        world.roles.kernels[node] = state.rank
         state.last[what.stream] = node
-        state.calls.append(Call(what, step, depth, call, node, node))
+        state.calls.append(Call(what, step, depth, call, node, node, number=state.number_of(what.tag)))
     elif isinstance(what, Collective):
-        _collective(state, what, step, depth, counter, arrivals, ends)
+        _collective(state, what, step, depth, counter, world)
     elif isinstance(what, Wait):
-        call = state.host(costs.wait_ns)
-        if what.on in state.last:
+        call = state.host(costs.marked_wait_ns if what.mark else costs.wait_ns)
+        if what.mark:
+            state.pending[what.stream].append(state.marks[what.mark])
+        elif what.on in state.last:
             state.pending[what.stream].append(state.last[what.on])
         state.calls.append(Call(what, step, depth, call))
     elif isinstance(what, Sync):
         state.calls.append(Call(what, step, depth, state.host(costs.sync_ns)))
         state.calls[-1].end = _wait_for_device(state)
+
+
+def _range(
+    state: _Rank, what: Range, step: int, depth: int, counter: dict[tuple[str, str], int], world: _World
+) -> None:
+    """A range around its body; nodes and modules take a little time of their own to enter and to leave."""
+    place, before = len(state.ranges), len(state.nodes.dur_ns)
+    named = not isinstance(what, Annotation)
+    first = state.host(state.costs.enter_ns) if named else before
+    for inner in what.body:
+        _walk(state, inner, step, depth + 1, counter, world)
+    if named:
+        state.host(state.costs.leave_ns)
+    if len(state.nodes.dur_ns) > before:
+        number = state.tags.get(what.of, -1) if isinstance(what, Backward) else -1
+        state.ranges.insert(place, Stretch(what, first, state.thread, number))
 
 
 def _wait_for_device(state: _Rank) -> int:
@@ -179,13 +257,7 @@ def _wait_for_device(state: _Rank) -> int:
 
 
 def _collective(
-    state: _Rank,
-    what: Collective,
-    step: int,
-    depth: int,
-    counter: dict[tuple[str, str], int],
-    arrivals: dict[Key, list[int]],
-    ends: dict[Key, int],
+    state: _Rank, what: Collective, step: int, depth: int, counter: dict[tuple[str, str], int], world: _World
 ) -> None:
     pair = ""
     if what.kind == "send":
@@ -195,18 +267,33 @@ def _collective(
     number = counter[(what.group, pair)]
     counter[(what.group, pair)] += 1
     key = (what.group, pair, number)
-    call = state.host(state.costs.collective_ns)
+    call = state.host(state.costs.collective_ns + state.condition.launch_ns)
     current = [state.last[COMPUTE_STREAM]] if COMPUTE_STREAM in state.last else []
-    arrive = state.enqueue(what.stream, 0, call, state.costs.collective_lead_ns, current)
-    arrivals[key].append(arrive)
-    if key not in ends:
-        ends[key] = state.nodes.add(what.dur_ns)
-    state.last[what.stream] = ends[key]
-    state.calls.append(Call(what, step, depth, call, arrive, ends[key], number + 1))
+    lead_ns = state.costs.collective_lead_ns + state.condition.launch_ns
+    arrive = state.enqueue(what.stream, 0, call, lead_ns, current)
+    world.arrivals[key].append(arrive)
+    if key not in world.ends:
+        world.ends[key] = state.nodes.add(what.dur_ns)
+    end = world.ends[key]
+    world.roles.arrivals[arrive] = (state.rank, end)
+    world.roles.members[end].append(state.rank)
+    world.roles.slowdown[end] = max(what.slowdown, world.roles.slowdown.get(end, 0.0))
+    state.last[what.stream] = end
+    if what.mark:
+        state.marks[what.mark] = end
+    state.calls.append(Call(what, step, depth, call, arrive, end, number + 1))
+
+
+def _refuse_stuck(count: int) -> None:
+    """A cycle (ranks that disagree on order) is an error of the program."""
+    if count:
+        raise UsageError(
+            f"{count} operations of the program wait for each other: its ranks call their collectives in another order"
+        )
 
 
 def _longest_path(nodes: _Nodes) -> tuple[list[int], list[int]]:
-    """Start and end of every node, by Kahn's order. A cycle (ranks that disagree on order) is an error of the program."""
+    """Start and end of every node, by Kahn's order."""
     n = len(nodes.dur_ns)
     after: list[list[int]] = [[] for _ in range(n)]
     missing = [len(before) for before in nodes.before]
@@ -226,8 +313,5 @@ def _longest_path(nodes: _Nodes) -> tuple[list[int], list[int]]:
             missing[later] -= 1
             if not missing[later]:
                 ready.append(later)
-    if done < n:
-        raise UsageError(
-            f"{n - done} operations of the program wait for each other: its ranks call their collectives in another order"
-        )
+    _refuse_stuck(n - done)
     return start_ns, end_ns

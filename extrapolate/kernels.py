@@ -80,7 +80,8 @@ class Ceilings:
 class Shape:
     """One kernel's work. rows × columns × depth for a product (batch of them); otherwise FLOP and bytes alone.
 
-    For attention rows and columns are query and key tokens, depth the head size, batch = samples × heads.
+    For attention rows and columns are query and key tokens, depth the head size, batch = samples × heads of queries;
+    queries_per_key heads of queries share one of keys and values.
     For the others rows are tokens and columns the width; `tensors` operands of `element_bytes` each are moved.
     """
 
@@ -92,6 +93,7 @@ class Shape:
     element_bytes: float = 2.0
     tensors: float = 2.0
     causal: bool = False
+    queries_per_key: float = 1.0
 
     @property
     def flop(self) -> float:
@@ -107,7 +109,8 @@ class Shape:
             words = self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
             return self.batch * words * self.element_bytes
         if self.work is Work.ATTENTION:
-            return self.batch * 2.0 * (self.rows + self.columns) * self.depth * self.element_bytes
+            tokens = self.rows + self.columns / self.queries_per_key
+            return self.batch * 2.0 * tokens * self.depth * self.element_bytes
         return self.batch * self.rows * self.columns * self.tensors * self.element_bytes
 
     def scaled(self, *, rows: float = 1.0, columns: float = 1.0, depth: float = 1.0, batch: float = 1.0) -> Shape:
@@ -254,7 +257,8 @@ def shape_of(name: str, dims_json: str | None, types_json: str | None = None) ->
     if work is Work.MATMUL:
         return _product(name, dims, size)
     if work is Work.ATTENTION and len(first) == 4 and len(dims) > 1 and len(dims[1]) == 4:
-        return Shape(work, first[2], dims[1][2], first[3], first[0] * first[1], size)
+        shared = first[1] / dims[1][1] if dims[1][1] else 1.0
+        return Shape(work, first[2], dims[1][2], first[3], first[0] * first[1], size, queries_per_key=shared)
     if work is Work.EMBEDDING and len(first) == 2 and len(dims) > 1:
         return Shape(work, prod(dims[1]), first[1], element_bytes=size)
     if not first:
@@ -263,6 +267,8 @@ def shape_of(name: str, dims_json: str | None, types_json: str | None = None) ->
 
 
 def _product(name: str, dims: Sequence[tuple[int, ...]], size: float) -> Shape | None:
+    """Linear layers count leading dimensions as rows; so do products with one matrix. Several matrices are a batch:
+    of as many products where both sides have leading dimensions, of experts where only the right one has them."""
     if name.endswith(("addmm", "baddbmm")):
         dims = dims[1:]
     if len(dims) < 2 or not dims[0] or not dims[1]:
@@ -270,8 +276,12 @@ def _product(name: str, dims: Sequence[tuple[int, ...]], size: float) -> Shape |
     left, right = dims[0], dims[1]
     if name.endswith("linear"):
         return Shape(Work.MATMUL, prod(left[:-1]), right[0], left[-1], element_bytes=size)
-    if len(left) == 3 and len(right) == 3:
-        return Shape(Work.MATMUL, left[1], right[2], left[2], left[0], size)
+    if len(right) > 2 and len(left) > 2:
+        batch = max(prod(left[:-2]), prod(right[:-2]))
+        return Shape(Work.MATMUL, left[-2], right[-1], left[-1], batch, size)
+    if len(right) == 3 and len(left) == 2:
+        experts = max(1, right[0])
+        return Shape(Work.MATMUL, left[0] / experts, right[-1], left[-1], experts, size)
     return Shape(Work.MATMUL, prod(left[:-1]), right[-1], left[-1], element_bytes=size)
 
 

@@ -34,6 +34,8 @@ class Phase(IntEnum):
     FORWARD = 1
     BACKWARD = 2
     OPTIMIZER = 3
+    RECOMPUTE = 4
+    """Forward work that is done again inside backward (activation checkpointing)."""
 
 
 @dataclass(frozen=True, slots=True)

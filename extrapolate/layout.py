@@ -6,21 +6,25 @@ take their ranks from the data axes as in torchtitan, so ep does not multiply th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.rewrite import schedules
-from scaletrace.parse.graph import Graph
+from scaletrace.parse.graph import Graph, GraphGroup
 
 AXES = ("dp", "fsdp", "tp", "pp", "ep", "cp")
 DATA_AXES = ("dp", "fsdp")
 """Axes along which every rank does the same work on other samples; `world` and unnamed groups count as dp."""
 MESH = ("tp", "cp", "fsdp", "dp", "pp")
 """Axes that multiply to the world, innermost first."""
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "off")
+PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
+"""Bytes of an element, by the names that `grads` takes."""
+OPEN_SIZES = ("mbs", "microbatches", "seq", "layers", "hidden")
+"""Sizes that a layout may leave as they were measured."""
 _ALIASES = {
     "micro_batch": "mbs",
     "m": "microbatches",
@@ -32,6 +36,9 @@ _ALIASES = {
     "dp_shard": "fsdp",
     "checkpointing": "recompute",
     "ac": "recompute",
+    "width": "hidden",
+    "depth": "layers",
+    "gradients": "grads",
 }
 
 
@@ -54,8 +61,11 @@ class Layout:
     seq               tokens a sample; 0 = as measured
     schedule, chunks  pipeline schedule (PyTorch's name, "" = as measured or 1F1B) and stages a rank
     sp                sequence parallelism beside tp: norms and residuals split over tensor ranks
-    recompute         "none", "selective" (attention scores only) or "full" activation checkpointing
+    recompute         "selective" (attention only) or "full" activation checkpointing; "none" = as measured, and none
+                      where nothing was; "off" takes a measured one away
     zero              0 … 3: what plain dp ranks shard among them (1 optimizer, 2 gradients, 3 parameters)
+    layers, hidden    depth and width of the model; 0 = as measured
+    grads             precision in which gradients are reduced ("fp32", "bf16", "fp16", "fp8"); "" = as measured
     """
 
     dp: int = 1
@@ -72,10 +82,13 @@ class Layout:
     sp: bool = False
     recompute: str = "none"
     zero: int = 0
+    layers: int = 0
+    hidden: int = 0
+    grads: str = ""
 
     def __post_init__(self) -> None:
         wrong = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "chunks") if getattr(self, axis) < 1]
-        wrong += [f"{name}={getattr(self, name)}" for name in ("mbs", "microbatches", "seq") if getattr(self, name) < 0]
+        wrong += [f"{name}={getattr(self, name)}" for name in OPEN_SIZES if getattr(self, name) < 0]
         if wrong:
             raise UsageError(f"degrees of a layout are at least 1: {', '.join(wrong)}")
         if (self.fsdp * self.dp * self.cp) % self.ep:
@@ -85,6 +98,8 @@ class Layout:
             )
         if self.recompute not in RECOMPUTE:
             raise UsageError(f"layout: recompute={self.recompute} must be one of {', '.join(RECOMPUTE)}")
+        if self.grads and self.grads not in PRECISIONS:
+            raise UsageError(f"layout: grads={self.grads} must be one of {', '.join(PRECISIONS)}")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"layout: zero={self.zero} must be 0, 1, 2 or 3")
         if self.sp and self.tp == 1:
@@ -163,7 +178,8 @@ class Layout:
 
     def over(self, base: Layout) -> Layout:
         """This layout with everything that it leaves open taken from `base`."""
-        names = [name for name in ("mbs", "microbatches", "seq", "schedule") if not getattr(self, name)]
+        names = [name for name in (*OPEN_SIZES, "schedule", "grads") if not getattr(self, name)]
+        names += ["recompute"] if self.recompute == "none" else []
         return replace(self, **{name: getattr(base, name) for name in names})
 
     def to_json(self) -> dict[str, int | str]:
@@ -182,7 +198,7 @@ class Layout:
 
 
 def _value(name: str, value: str, part: str) -> Any:
-    if name in ("schedule", "recompute"):
+    if name in ("schedule", "recompute", "grads"):
         return value
     if name == "sp" and value.lower() in ("0", "1", "true", "false", "yes", "no"):
         return value.lower() in ("1", "true", "yes")
@@ -206,21 +222,29 @@ def measured_layout(graph: Graph, ranks: int) -> Layout:
     """Degrees that the graph's groups show; what is left of `ranks` belongs to the data axis.
 
     Where several groups have one axis, the largest used by a collective counts. A world-wide group (for a loss or a
-    norm) is no axis of its own.
+    norm) is no axis of its own, nor are the groups of ranks that hold the same experts.
     """
     used = {c.group for c in graph.collectives if c.group >= 0} or set(range(len(graph.groups)))
+    found = [graph.groups[index] for index in sorted(used) if graph.groups[index].axis in AXES]
+    experts = max((group for group in found if group.axis == "ep"), key=lambda group: group.size, default=None)
     degrees: dict[str, int] = {}
-    for index in used:
-        group = graph.groups[index]
-        if group.axis in AXES:
+    for group in found:
+        if group.axis != "ep" and not (experts and _of_same_experts(group, experts, found)):
             degrees[group.axis] = max(degrees.get(group.axis, 1), group.size)
     if degrees.get("dp", 1) >= ranks > 1 and any(axis != "dp" for axis in degrees):
         degrees.pop("dp")
     known = Layout(**degrees)  # type: ignore[arg-type]
     missing = ranks // known.ranks if known.ranks and ranks % known.ranks == 0 else 1
-    if missing == 1:
-        return known
-    return replace(known, dp=known.dp * missing)
+    known = replace(known, dp=known.dp * missing) if missing > 1 else known
+    degree = experts.size if experts else 1
+    return replace(known, ep=degree) if known.data_ranks * known.cp % degree == 0 else known
+
+
+def _of_same_experts(group: GraphGroup, experts: GraphGroup, others: Sequence[GraphGroup]) -> bool:
+    """Whether a data group joins every ep-th rank of a larger data group: they hold the same experts."""
+    if group.axis not in DATA_AXES or experts.size < 2 or group.stride != experts.stride * experts.size:
+        return False
+    return any(other.axis in (*DATA_AXES, "world") and other.size >= group.size * experts.size for other in others)
 
 
 def scaled(layout: Layout, ranks: int, asked: Layout | None = None) -> Layout:

@@ -1,27 +1,34 @@
 """Turns a measured job's state into that of another layout, axis by axis in one stated order.
 
-micro batch size → sequence length → context → tensor → experts → pipeline and micro batches → data axes → recompute.
+width → depth → micro batch size → sequence length → context → tensor → experts → pipeline and micro batches → data axes
+→ precision of gradients → recompute.
 Sizes come first, since the later steps cut what the earlier ones have sized; recompute comes last, since it repeats
 what all others have settled. Each step is one module of rewrite/ and can be used alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from scaletrace.extrapolate import transfers
+from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layout import Layout, measured_layout
 from scaletrace.extrapolate.rewrite.batch import repeat_micro_batches, resize_micro_batch, without_early_reductions
-from scaletrace.extrapolate.rewrite.checkpointing import checkpoint
+from scaletrace.extrapolate.rewrite.checkpointing import checkpointed
+from scaletrace.extrapolate.rewrite.cp import spread_context
 from scaletrace.extrapolate.rewrite.data import resize
+from scaletrace.extrapolate.rewrite.depth import resize_hidden, resize_layers
 from scaletrace.extrapolate.rewrite.ep import spread_experts
+from scaletrace.extrapolate.rewrite.precision import reduce_gradients
 from scaletrace.extrapolate.rewrite.replicas import LANE, replicate
-from scaletrace.extrapolate.rewrite.sequence import resize_sequence, spread_context
+from scaletrace.extrapolate.rewrite.sequence import resize_sequence
 from scaletrace.extrapolate.rewrite.stages import pipeline
 from scaletrace.extrapolate.rewrite.state import State, open_state, recosted
 from scaletrace.extrapolate.rewrite.tp import tensor
@@ -57,15 +64,24 @@ class Predicted:
         }
 
 
-def predict(built: Built, target: Layout, cluster: Cluster, measured: Layout | None = None) -> Predicted:
+def predict(
+    built: Built,
+    target: Layout,
+    cluster: Cluster,
+    measured: Layout | None = None,
+    evidence: Sequence[Evidence] = (),
+) -> Predicted:
     """The step of a measured job under another layout on `cluster`.
 
     measured  the layout that the job ran with, where its groups do not tell
+    evidence  measured collectives of that cluster (calibrate.Evidence); the trace's own transfers count beside them
     Raises UsageError for what does not divide, InputError for a trace that can't be rewritten.
     """
     measured = measured or measured_layout(built.graph, max(1, built.job.world_size))
     on_cpu = cluster.device.generation == "cpu"
-    state = open_state(built, measured, Network(cluster), None if on_cpu else Ceilings.of(cluster.device))
+    seen = transfers.evidence(built.graph, built.graph.dur_ns)
+    network = Network(cluster, calibrate([*evidence, *seen], cluster))
+    state = open_state(built, measured, network, None if on_cpu else Ceilings.of(cluster.device))
     made = relayout(state, target)
     timeline = replay(made.graph)
     return Predicted(made.layout, _step_s(replay(state.graph)), _step_s(timeline), made.error, timeline, made.health)
@@ -84,6 +100,10 @@ def relayout(state: State, target: Layout) -> State:
     if target == state.layout:
         return state
     out = state
+    if target.hidden != out.layout.hidden:
+        out = resize_hidden(out, target.hidden)
+    if target.layers != out.layout.layers:
+        out = resize_layers(out, target.layers)
     if target.mbs != out.layout.mbs:
         out = resize_micro_batch(out, target.mbs)
     if target.seq != out.layout.seq:
@@ -93,11 +113,15 @@ def relayout(state: State, target: Layout) -> State:
     if (target.tp, target.sp) != (out.layout.tp, out.layout.sp):
         out = tensor(out, target.tp, target.sp)
     if target.ep != out.layout.ep:
+        if out.layout.data_ranks * out.layout.cp % target.ep:
+            out = _data(out, target)
         out = spread_experts(out, target.ep)
     out = _stages(out, target)
     out = _data(out, target)
-    if target.recompute == "full" and out.layout.recompute != "full":
-        out = checkpoint(out)
+    if target.grads != out.layout.grads:
+        out = reduce_gradients(out, target.grads)
+    if target.recompute != out.layout.recompute:
+        out = checkpointed(out, target.recompute)
     return replace(out, layout=target)
 
 

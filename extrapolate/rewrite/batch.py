@@ -8,7 +8,7 @@ import numpy as np
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Shape, Work
-from scaletrace.extrapolate.nodework import Role
+from scaletrace.extrapolate.nodework import Role, Stretch
 from scaletrace.extrapolate.rewrite.schedules import build
 from scaletrace.extrapolate.rewrite.select import keep_nodes
 from scaletrace.extrapolate.rewrite.stages import laid
@@ -21,6 +21,7 @@ from scaletrace.extrapolate.rewrite.state import (
     scaled_bytes,
     stretched,
 )
+from scaletrace.extrapolate.routing import TINY
 from scaletrace.parse.graph import NodeKind
 
 ACTIVATIONS = ("tp", "pp", "ep", "cp")
@@ -32,33 +33,68 @@ def resize_micro_batch(state: State, samples: int) -> State:
     if samples < 1:
         raise UsageError(f"a micro batch holds at least one sample, not {samples}")
     factor = samples / state.layout.mbs
-    out = more_tokens(state, rows=factor, batch=factor)
+    out = more_tokens(state, factor, token_stretch(state, factor, batch=factor))
     return replace(out, layout=replace(state.layout, mbs=samples))
 
 
-def more_tokens(state: State, rows: float, batch: float, queries: float = 1.0, keys: float = 1.0) -> State:
-    """Multiply the token dimension of all operators by `rows`, and of attention the samples, queries and keys."""
-    if rows == 1.0 and queries == keys == 1.0:
-        return state
+def attends(state: State, shape: Shape) -> bool:
+    """Whether an operator has a row for each query and a column (or depth) for each key: attention, fused or not.
+
+    Unfused attention is told by its sizes: batched products between tokens, and passes over more rows than there are
+    tokens that are as wide as a sample is long.
+    """
+    if shape.work is Work.ATTENTION:
+        return True
+    queries, keys = state.layout.seq / state.layout.cp, (state.layout.seq, state.layout.seq / state.layout.cp)
+    if shape.work is Work.MATMUL:
+        return shape.batch > 1 and shape.rows in (queries, *keys) and (shape.columns in keys or shape.depth in keys)
+    tokens = queries * state.layout.mbs
+    return shape.columns in keys and shape.rows > tokens and shape.rows % queries == 0
+
+
+def token_stretch(state: State, rows: float, *, batch: float = 1.0, queries: float = 1.0, keys: float = 1.0) -> Stretch:
+    """How operators change with their tokens: attention by samples, queries and keys, all others by `rows`."""
 
     def stretch(shape: Shape | None, role: Role) -> tuple[Shape | None, float]:
         if shape is None:
-            return None, rows
+            return None, batch * queries * keys if role is Role.HEADS else rows
+        if not attends(state, shape):
+            return shape.scaled(rows=rows), rows
         if shape.work is Work.ATTENTION:
             return shape.scaled(rows=queries, columns=keys, batch=batch), rows
-        if shape.work is Work.MATMUL and shape.batch > 1:
-            return shape.scaled(batch=rows), rows
-        return shape.scaled(rows=rows), rows
+        if shape.work is not Work.MATMUL:
+            return shape.scaled(rows=batch * queries, columns=keys), rows
+        by_key = {"columns": keys} if shape.columns >= shape.depth else {"depth": keys}
+        return shape.scaled(rows=queries, batch=batch, **by_key), rows
 
+    return stretch
+
+
+def more_tokens(state: State, rows: float, stretch: Stretch) -> State:
+    """The work of all operators on tokens stretched, and `rows` times the bytes of all collectives of activations."""
+    if rows == 1.0:
+        return state
     out = stretched(state, stretch, passes(state) & ~on_weights(state.graph))
     groups = state.graph.groups
+    carries = carry_activations(state)
     items = [
-        scaled_bytes(item, rows) if axis_of_item(item, groups) in ACTIVATIONS else item
-        for item in state.graph.collectives
+        scaled_bytes(item, rows) if carried else item
+        for item, carried in zip(state.graph.collectives, carries, strict=True)
     ]
     out = recosted(out, items, groups)
     boundary = round(state.anatomy.boundary_bytes * rows)
     return replace(out, anatomy=replace(out.anatomy, boundary_bytes=boundary))
+
+
+def carry_activations(state: State) -> list[bool]:
+    """Of each collective whether its bytes follow the tokens; how many go to each expert is told in the same few bytes."""
+    groups, items = state.graph.groups, state.graph.collectives
+    axes = [axis_of_item(item, groups) for item in items]
+    sizes = [max(item.bytes_in, item.bytes_out) for item in items]
+    most = max((size for size, axis in zip(sizes, axes, strict=True) if axis == "ep"), default=0)
+    return [
+        axis in ACTIVATIONS and (axis != "ep" or size >= TINY * most) for size, axis in zip(sizes, axes, strict=True)
+    ]
 
 
 def repeat_micro_batches(state: State, count: int, *, accumulate: bool = True) -> State:

@@ -45,7 +45,7 @@ def resize(graph: Graph, old: Layout, new: Layout, units: Sequence[Sequence[Shap
     before, after = degrees(old), degrees(new)
     groups = tuple(_group(group, old, new) for group in graph.groups)
     collectives = tuple(
-        _collective(item, graph.groups, groups, units) if item.group >= 0 else item for item in graph.collectives
+        resized_item(item, graph.groups, groups, units) if item.group >= 0 else item for item in graph.collectives
     )
     factor = new.ranks / old.ranks
     present = real_ranks(graph)
@@ -72,7 +72,10 @@ def _group(group: GraphGroup, old: Layout, new: Layout) -> GraphGroup:
     axis = axis_of(group.axis)
     if world and axis in DATA_AXES and getattr(old, axis) != group.size:
         return replace(group, size=new.ranks)
-    size = round(group.size * getattr(new, axis) / getattr(old, axis))
+    was, now = getattr(old, axis), getattr(new, axis)
+    if axis in DATA_AXES and was == now == 1 < group.size:  # ranks that hold the same experts, whatever they are called
+        was, now = old.data_ranks, new.data_ranks
+    size = round(group.size * now / was)
     stride = group.stride
     if stride == old.span(axis).stride or group.size == 1:
         stride = new.span(axis).stride
@@ -84,7 +87,7 @@ def _group(group: GraphGroup, old: Layout, new: Layout) -> GraphGroup:
     return replace(group, size=max(1, size), stride=stride)
 
 
-def _collective(
+def resized_item(
     item: GraphCollective, old: Sequence[GraphGroup], new: Sequence[GraphGroup], units: Sequence[Sequence[Shape]]
 ) -> GraphCollective:
     """Bytes after the change: shards shrink with the group, whole vectors keep their size up to padding."""
@@ -110,3 +113,23 @@ def _padded(whole: int, was: int, now: int, width: int, units: Sequence[Sequence
             if sharded_elements(unit, was) * size == whole:
                 return sharded_elements(unit, now) * size
     return whole
+
+
+def refitted(
+    item: GraphCollective, groups: Sequence[GraphGroup], old: Sequence[Sequence[Shape]], new: Sequence[Sequence[Shape]]
+) -> GraphCollective | None:
+    """A collective of one unit's parameters after their shapes have changed, None where its bytes fit no unit."""
+    if item.group < 0:
+        return None
+    size = groups[item.group].size
+    whole = item.bytes_out if item.kind == "all_gather" else item.bytes_in
+    for was, now in zip(old, new, strict=True):
+        before = sharded_elements(was, size)
+        for width in (4, 2, 1):
+            if before and before * width == whole:
+                total = sharded_elements(now, size) * width
+                shard = -(-total // size)
+                if item.kind == "all_gather":
+                    return replace(item, bytes_in=shard, bytes_out=total)
+                return replace(item, bytes_in=total, bytes_out=shard if item.kind == "reduce_scatter" else total)
+    return None

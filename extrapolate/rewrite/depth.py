@@ -10,7 +10,10 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Shape, Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.nodework import Role, Weight
-from scaletrace.extrapolate.rewrite.batch import ACTIVATIONS
+from scaletrace.extrapolate.rewrite.batch import ACTIVATIONS, attends, carry_activations
+from scaletrace.extrapolate.rewrite.data import refitted
+from scaletrace.extrapolate.rewrite.loom import FloatArray
+from scaletrace.extrapolate.rewrite.precision import SCALAR_BYTES
 from scaletrace.extrapolate.rewrite.schedules import build
 from scaletrace.extrapolate.rewrite.stages import laid
 from scaletrace.extrapolate.rewrite.state import (
@@ -22,6 +25,7 @@ from scaletrace.extrapolate.rewrite.state import (
     scaled_bytes,
     stretched,
 )
+from scaletrace.parse.graph import GraphCollective, GraphGroup
 
 
 def resize_layers(state: State, layers: int) -> State:
@@ -45,52 +49,137 @@ def resize_layers(state: State, layers: int) -> State:
         layout.pipeline_schedule if layout.pp > 1 else "1F1B", layout.pp, layout.microbatches, layout.chunks
     )
     out = laid(state, program, model=model)
-    return replace(out, work=replace(out.work, weights=tuple(state.work.weights[unit] for unit in model)))
+    out = replace(out, work=replace(out.work, weights=tuple(state.work.weights[unit] for unit in model)))
+    out = _rebalanced(out, state)
+    return replace(out, layout=replace(state.layout, layers=layers))
+
+
+def _rebalanced(out: State, before: State) -> State:
+    """Gradient buckets that hold several layers are copied with one of them; together they hold what the weights do."""
+    old, new = _bucket_bytes(before), _bucket_bytes(out)
+    had, has = float(before.anatomy.parameters.sum()), float(out.anatomy.parameters.sum())
+    if not old or not new or not had:
+        return out
+    factor = old * has / had / new
+    if abs(factor - 1) < 1e-6:
+        return out
+    groups = out.graph.groups
+    items = [scaled_bytes(item, factor) if _is_bucket(item, groups) else item for item in out.graph.collectives]
+    return recosted(out, items, groups)
+
+
+def _is_bucket(item: GraphCollective, groups: tuple[GraphGroup, ...]) -> bool:
+    return item.kind == "all_reduce" and item.bytes_in > SCALAR_BYTES and axis_of_item(item, groups) in ("dp", "")
+
+
+def _bucket_bytes(state: State) -> float:
+    """Bytes of all gradient buckets of the graph over the ranks and steps that it holds."""
+    used = np.unique(state.graph.instance[state.graph.instance >= 0]).tolist()
+    items = state.graph.collectives
+    return float(sum(items[at].bytes_in for at in used if _is_bucket(items[at], state.graph.groups)))
 
 
 def resize_hidden(state: State, hidden: int) -> State:
     """Width `hidden` in place of the measured one: matrices grow with its square, all else in proportion; heads grow in
-    number, not in size. Raises UsageError where no shape tells the measured width."""
-    widths = [weight.dims[-1] for unit in state.work.weights for weight in unit if len(weight.dims) == 2]
-    if not widths:
-        raise UsageError("the trace has no shapes, so its width is not known; record with record_shapes=True")
-    factor = hidden / int(np.bincount(np.array(widths)).argmax())
+    number, not in size. Raises UsageError where no shape tells the measured width, or heads do not divide the new one."""
+    factor = hidden / measured_width(state)
+    for shape in state.work.shape:
+        if shape is not None and shape.work is Work.ATTENTION and hidden % shape.depth:
+            raise UsageError(
+                f"hidden={hidden} is no multiple of the {shape.depth:.0f} of each head, which keep their size"
+            )
+    if factor == 1.0:
+        return replace(state, layout=replace(state.layout, hidden=hidden))
 
     def stretch(shape: Shape | None, role: Role) -> tuple[Shape | None, float]:
         if shape is None:
             return None, factor
-        if shape.work is Work.ATTENTION:
-            return shape.scaled(batch=factor), factor
-        if shape.work is Work.MATMUL and shape.batch == 1:
+        if attends(state, shape):
+            heads = {"batch": factor} if shape.work in (Work.ATTENTION, Work.MATMUL) else {"rows": factor}
+            return shape.scaled(**heads), factor
+        if shape.work is Work.MATMUL:
             return shape.scaled(columns=factor, depth=factor), factor**2
         return shape.scaled(columns=factor), factor
 
     ends = np.array([name in ("embedding", "head") for name in state.anatomy.units] + [False], np.bool_)
     inner = passes(state) & ~on_weights(state.graph) & ~ends[state.anatomy.unit]
     out = stretched(state, stretch, inner)
-    out = stretched(out, lambda shape, role: _one_side(shape, factor), passes(state) & ends[state.anatomy.unit])
+    out = stretched(
+        out, lambda shape, role: _one_side(shape, factor),
+        passes(state) & ~on_weights(state.graph) & ends[state.anatomy.unit],
+    )  # fmt: skip
     growth = _parameter_growth(state, factor)
     optimizer = (state.anatomy.phase == int(Phase.OPTIMIZER)) & (state.graph.instance < 0)
     out = stretched(out, lambda shape, role: (None, growth), optimizer | on_weights(state.graph))
-    groups = state.graph.groups
-    items = [
-        scaled_bytes(item, factor if axis_of_item(item, groups) in ACTIVATIONS else growth)
-        for item in state.graph.collectives
-    ]
-    out = recosted(out, items, groups)
-    weights = tuple(
-        tuple(Weight(tuple(round(size * factor) for size in weight.dims), weight.role) for weight in unit)
-        for unit in state.work.weights
-    )
+    weights = _wider_weights(state, factor)
+    out = _wider_collectives(out, weights, factor, growth)
     return replace(
         out,
+        layout=replace(state.layout, hidden=hidden),
         anatomy=replace(
             out.anatomy,
             boundary_bytes=round(state.anatomy.boundary_bytes * factor),
-            parameters=state.anatomy.parameters * growth,
+            parameters=_wider_parameters(state, weights, factor),
         ),
         work=replace(out.work, weights=weights),
     )
+
+
+def measured_width(state: State) -> int:
+    """The width between layers, from the layout or from the weights. Raises UsageError where neither tells."""
+    if state.layout.hidden:
+        return state.layout.hidden
+    layers = [unit for unit, is_layer in zip(state.work.weights, state.anatomy.is_layer, strict=True) if is_layer]
+    units = [unit for unit in layers if unit] or list(state.work.weights)
+    widths = [
+        weight.dims[-1] for unit in units for weight in unit if len(weight.dims) == 2 and weight.role is Role.COLUMN
+    ]
+    widths = widths or [weight.dims[-1] for unit in units for weight in unit if len(weight.dims) == 2]
+    if not widths:
+        raise UsageError("the trace has no shapes, so its width is not known; record with record_shapes=True")
+    return int(np.bincount(np.array(widths)).argmax())
+
+
+def _wider_weights(state: State, factor: float) -> tuple[tuple[Weight, ...], ...]:
+    """Weights of layers grow on every side, those of embedding and head only on the one that is not the vocabulary."""
+
+    def wider(weight: Weight, is_layer: bool) -> Weight:
+        if is_layer or len(weight.dims) == 1:
+            return Weight(tuple(round(size * factor) for size in weight.dims), weight.role)
+        return Weight((*weight.dims[:-1], round(weight.dims[-1] * factor)), weight.role)
+
+    return tuple(
+        tuple(wider(weight, is_layer) for weight in unit)
+        for unit, is_layer in zip(state.work.weights, state.anatomy.is_layer, strict=True)
+    )
+
+
+def _wider_parameters(state: State, weights: tuple[tuple[Weight, ...], ...], factor: float) -> FloatArray:
+    """Parameters of each unit, by its weights where they are known."""
+    out = []
+    for old, was, now, is_layer in zip(
+        state.anatomy.parameters, state.work.weights, weights, state.anatomy.is_layer, strict=True
+    ):
+        before = sum(weight.elements for weight in was)
+        growth = sum(weight.elements for weight in now) / before if before else factor**2 if is_layer else factor
+        out.append(float(old) * growth)
+    return np.array(out)
+
+
+def _wider_collectives(state: State, weights: tuple[tuple[Weight, ...], ...], factor: float, growth: float) -> State:
+    """Activations grow in proportion; gathers and scatters of a unit with its weights, to the byte; the rest with all."""
+    groups = state.graph.groups
+    old = [[weight.dims for weight in unit] for unit in state.work.weights]
+    new = [[weight.dims for weight in unit] for unit in weights]
+    items = []
+    for item, carries in zip(state.graph.collectives, carry_activations(state), strict=True):
+        if axis_of_item(item, groups) in ACTIVATIONS:
+            items.append(scaled_bytes(item, factor) if carries else item)
+        elif max(item.bytes_in, item.bytes_out) <= SCALAR_BYTES:
+            items.append(item)
+        else:
+            items.append(refitted(item, groups, old, new) or scaled_bytes(item, growth))
+    return recosted(state, items, groups)
 
 
 def _one_side(shape: Shape | None, factor: float) -> tuple[Shape | None, float]:
@@ -102,9 +191,6 @@ def _one_side(shape: Shape | None, factor: float) -> tuple[Shape | None, float]:
 
 def _parameter_growth(state: State, factor: float) -> float:
     """All parameters after over before: matrices of layers with the square, vectors and vocabulary in proportion."""
-    old = new = 0.0
-    for unit, is_layer in zip(state.work.weights, state.anatomy.is_layer, strict=True):
-        for weight in unit:
-            old += weight.elements
-            new += weight.elements * (factor**2 if is_layer and len(weight.dims) == 2 else factor)
+    old = sum(weight.elements for unit in state.work.weights for weight in unit)
+    new = sum(weight.elements for unit in _wider_weights(state, factor) for weight in unit)
     return new / old if old else factor**2

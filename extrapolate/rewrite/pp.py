@@ -147,7 +147,7 @@ def cut(
     stages: Stages | None = None,
     message_bytes: int = 0,
     model: Sequence[int] = (),
-    recompute: bool = False,
+    recompute: bool | None = None,
 ) -> Cut:
     """The graph with its layers on program.ranks pipeline ranks.
 
@@ -155,7 +155,7 @@ def cut(
              of its own, that is, the source has no pipeline. New rank = pipeline rank × columns + column.
     stages   which units each stage holds; default: equal runs of layers
     model    the measured unit that stands for each unit of the new model, in order; default: all, each once
-    recompute  a layer's forward runs again before its backward (activation checkpointing)
+    recompute  whether a layer's forward runs again before its backward (activation checkpointing); None: as measured
     Raises UsageError where a layer was not measured or does not divide.
     """
     health = Health()
@@ -190,7 +190,7 @@ def cut(
     count = _counts(graph, ranks, program.ranks, columns)
     return Cut(
         replace(woven.graph, multiplicity=count),
-        _moved(anatomy, woven, plans, starts, [copy.unit for row in rows for copy in row]),
+        _moved(anatomy, woven, plans, starts, [copy for row in rows for copy in row], program.ranks * (len(model) + 1)),
         woven.origin,
         health,
     )
@@ -274,7 +274,12 @@ class _Plan:
     stages: Stages
     model: Sequence[int]
     anatomy: Anatomy
-    recompute: bool
+    recompute: bool | None
+
+    @property
+    def beyond(self) -> int:
+        """Collective members of teams from here on are those of work that is run again."""
+        return self.program.ranks * (len(self.model) + 1)
 
 
 def _remodelled(anatomy: Anatomy, model: Sequence[int]) -> Anatomy:
@@ -302,7 +307,6 @@ def _sequence(
     program, ranks = plan.program, plan.program.ranks
     where = {(key[3], key[1]): key[0] for key in pieces if key[0] in members and key[3] >= 0}
     source = members[home * len(members) // ranks]
-    twice = len(plan.model) + 1
     for step in sorted({key[1] for key in pieces if key[0] in members}):
         _add(row, pieces, (source, step, int(Phase.OTHER), -1, -1), new, home)
         for action in program.actions[home]:
@@ -315,9 +319,12 @@ def _sequence(
                 rank = where.get((old, step), source)
                 # Copies of one measured layer are different collectives, so each is a team of its own.
                 team = home + ranks * list(plan.model[:unit]).count(old)
-                if plan.recompute and not forward and plan.anatomy.is_layer[unit]:
+                recorded = (rank, step, int(Phase.RECOMPUTE), old, batch)
+                if not forward and plan.recompute is not False and recorded in pieces:
+                    _add(row, pieces, recorded, new, team + plan.beyond, action.micro_batch, unit)
+                elif not forward and plan.recompute and plan.anatomy.is_layer[unit]:
                     again = (rank, step, int(Phase.FORWARD), old, batch)
-                    _add(row, pieces, again, new, team + ranks * twice, action.micro_batch, unit)
+                    _add(row, pieces, again, new, team + plan.beyond, action.micro_batch, unit)
                 phase = int(Phase.FORWARD if forward else Phase.BACKWARD)
                 _add(row, pieces, (rank, step, phase, old, batch), new, team, action.micro_batch, unit)
             runs.append(_Run(step, action, begin, len(row)))
@@ -503,9 +510,17 @@ def _pair(
 
 
 def _moved(
-    anatomy: Anatomy, woven: Woven, plans: Sequence[Sequence[_Run]], starts: IntArray, units: Sequence[int]
+    anatomy: Anatomy,
+    woven: Woven,
+    plans: Sequence[Sequence[_Run]],
+    starts: IntArray,
+    copies: Sequence[Copy],
+    beyond: int,
 ) -> Anatomy:
-    """The anatomy of the new graph; micro batches are those of the new program, new nodes are messages."""
+    """The anatomy of the new graph; micro batches are those of the new program, new nodes are messages.
+
+    beyond: copies of teams from here on are work that is run again.
+    """
     out, graph, copy = anatomy.moved(woven.origin), woven.graph, woven.copy
     batch = np.full(int(starts[-1]) + 1, -1, np.int32)
     for new, runs in enumerate(plans):
@@ -514,6 +529,9 @@ def _moved(
     micro = np.where((copy >= 0) & (batch[copy] >= 0), batch[copy], out.micro_batch).astype(np.int32)
     kinds = np.array([item.kind in MESSAGES for item in graph.collectives] + [False], np.bool_)
     message = kinds[graph.instance] | out.is_message
-    of_copy = np.array([*units, -1], np.int32)
+    of_copy = np.array([*(each.unit for each in copies), -1], np.int32)
+    again = np.array([*(each.team >= beyond for each in copies), False], np.bool_)
+    phase = np.where((copy >= 0) & again[copy], int(Phase.RECOMPUTE), out.phase).astype(np.uint8)
     unit = np.where((copy >= 0) & (of_copy[copy] >= 0), of_copy[copy], -1).astype(np.int32)
-    return replace(out, unit=unit, micro_batch=micro, is_message=message, exact_ns=woven.exact_ns, entry=woven.entry)
+    out = replace(out, phase=phase, unit=unit, micro_batch=micro, is_message=message)
+    return replace(out, exact_ns=woven.exact_ns, entry=woven.entry)

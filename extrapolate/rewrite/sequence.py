@@ -1,39 +1,24 @@
-"""Turns a state into one with longer samples, or with its samples' tokens spread over context-parallel ranks."""
+"""Turns a state into one with longer or shorter samples."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.rewrite.batch import more_tokens
-from scaletrace.extrapolate.rewrite.state import State, told
+from scaletrace.extrapolate.rewrite.batch import more_tokens, token_stretch
+from scaletrace.extrapolate.rewrite.state import State
 
 
 def resize_sequence(state: State, tokens: int) -> State:
     """`tokens` in each sample: attention grows with their square, everything else in proportion.
 
     Causal attention does half of the square at any length, so its ratio is the same.
+    Raises UsageError for a length that context ranks could not divide into two causal halves each.
     """
     if tokens < 1:
         raise UsageError(f"a sample has at least one token, not {tokens}")
+    if state.layout.cp > 1 and tokens % (2 * state.layout.cp):
+        raise UsageError(f"{tokens} tokens a sample can't be cut into 2 × {state.layout.cp} pieces for context ranks")
     factor = tokens / state.layout.seq
-    out = more_tokens(state, rows=factor, batch=1.0, queries=factor, keys=factor)
+    out = more_tokens(state, factor, token_stretch(state, factor, queries=factor, keys=factor))
     return replace(out, layout=replace(state.layout, seq=tokens))
-
-
-def spread_context(state: State, degree: int) -> State:
-    """Tokens of each sample over `degree` context ranks: queries are divided, keys and values gathered from all.
-
-    The exchange of keys and values itself is not inserted into a graph that has none; the health report says so.
-    Raises UsageError where the tokens do not divide in two causal halves a rank.
-    """
-    old = state.layout.cp
-    if degree < 1 or (degree > 1 and state.layout.seq % (2 * degree)):
-        raise UsageError(
-            f"cp={degree} needs a multiple of {2 * degree} tokens a sample, and there are {state.layout.seq}"
-        )
-    factor = old / degree
-    out = more_tokens(state, rows=factor, batch=1.0, queries=factor, keys=1.0)
-    if old == 1 and degree > 1:
-        out = told(out, "The exchange of keys and values of context parallelism is not in the graph, only its compute.")
-    return replace(out, layout=replace(state.layout, cp=degree))

@@ -22,9 +22,17 @@ def pipeline(state: State, stages: int, schedule: str = "", chunks: int = 1, cou
 
 
 def laid(
-    state: State, program: Program, *, counts: Sequence[int] = (), model: Sequence[int] = (), recompute: bool = False
+    state: State,
+    program: Program,
+    *,
+    counts: Sequence[int] = (),
+    model: Sequence[int] = (),
+    recompute: bool | None = None,
 ) -> State:
-    """The state's layers laid in another program (pp.cut), with its messages costed on the state's network."""
+    """The state's layers laid in another program (pp.cut), with its messages costed on the state's network.
+
+    recompute: whether layers run their forward again before their backward; None = as they did
+    """
     made = cut(
         state.graph,
         state.anatomy,

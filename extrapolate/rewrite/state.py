@@ -18,6 +18,8 @@ from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.nodework import NodeWork, Stretch, node_work, retime
+from scaletrace.extrapolate.recompute import how_much, like_forward, marked, with_recompute
+from scaletrace.extrapolate.routing import UNKNOWN, Routing, observed
 from scaletrace.extrapolate.workload import infer_model, measured_ceilings
 from scaletrace.parse.build import Built
 from scaletrace.parse.events import BoolArray
@@ -32,6 +34,7 @@ class State:
     layout     says mbs, microbatches and seq of the graph
     columns    for each data-parallel column its ranks (of the graph) in order of pipeline stage
     error      relative error that stretched kernels have collected (one sigma, weighted by time)
+    routing    where the capture's tokens went, if it has experts
     """
 
     graph: Graph
@@ -43,6 +46,7 @@ class State:
     columns: tuple[tuple[int, ...], ...]
     error: float = 0.0
     health: Health = field(default_factory=Health)
+    routing: Routing = UNKNOWN
 
     def with_durations(self) -> State:
         """The same with the graph's durations taken from the unrounded ones."""
@@ -62,8 +66,9 @@ def told(state: State, sentence: str = "", guess: str = "") -> State:
 
 def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceilings | None = None) -> State:
     """The state of a measured job; micro batch and length are read from its shapes where the layout leaves them open."""
-    anatomy = dissect(built, layout)
-    work = node_work(built, anatomy, layout.tp)
+    built, again = with_recompute(built)
+    anatomy = marked(dissect(built, layout), again)
+    work = like_forward(built.graph, anatomy, node_work(built, anatomy, layout.tp))
     if not (layout.mbs and layout.seq):
         try:
             _, measured, _ = infer_model(built, anatomy, layout)
@@ -72,13 +77,15 @@ def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceiling
             measured = replace(layout, mbs=1, seq=1)
         layout = layout.over(measured)
     layout = layout if layout.microbatches else replace(layout, microbatches=max(1, anatomy.micro_batches))
+    if layout.recompute == "none":
+        layout = replace(layout, recompute=how_much(anatomy, work))
     health = Health()
     health.add(anatomy.health)
     health.add(work.health)
     ranks = [trace.rank for trace in built.job.ranks]
     return State(
         built.graph, anatomy, work, layout, network, ceilings or measured_ceilings(built), _columns(ranks, layout),
-        0.0, health,
+        0.0, health, observed(built.job),
     )  # fmt: skip
 
 
@@ -117,8 +124,8 @@ def message_ns(state: State) -> Callable[[int, int, int], int]:
 
 
 def passes(state: State) -> BoolArray:
-    """Mask of the nodes that belong to forward or backward."""
-    return np.isin(state.anatomy.phase, [int(Phase.FORWARD), int(Phase.BACKWARD)])
+    """Mask of the nodes that belong to forward or backward, run once or again."""
+    return np.isin(state.anatomy.phase, [int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.RECOMPUTE)])
 
 
 def on_weights(graph: Graph) -> BoolArray:

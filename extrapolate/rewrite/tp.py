@@ -112,6 +112,8 @@ def _split_parameters(state: State, share: float, degree: int) -> State:
     items = [
         _data_item(item, groups, state.work.weights, weights, total)
         if axis_of_item(item, groups) in (*DATA_AXES, "world", "")
+        else scaled_bytes(item, share)
+        if axis_of_item(item, groups) == "cp"  # heads are divided, and keys and values with them
         else item
         for item in state.graph.collectives
     ]

@@ -16,11 +16,11 @@ from scaletrace.extrapolate.nodework import Role, layer_roles
 from scaletrace.extrapolate.relayout import predict, relayout
 from scaletrace.extrapolate.rewrite.batch import repeat_micro_batches, resize_micro_batch
 from scaletrace.extrapolate.rewrite.checkpointing import checkpoint
+from scaletrace.extrapolate.rewrite.cp import spread_context
 from scaletrace.extrapolate.rewrite.depth import resize_hidden, resize_layers
 from scaletrace.extrapolate.rewrite.device import move
-from scaletrace.extrapolate.rewrite.ep import imbalance, spread_experts
 from scaletrace.extrapolate.rewrite.precision import reduce_in
-from scaletrace.extrapolate.rewrite.sequence import resize_sequence, spread_context
+from scaletrace.extrapolate.rewrite.sequence import resize_sequence
 from scaletrace.extrapolate.rewrite.stages import pipeline
 from scaletrace.extrapolate.rewrite.state import State, message_ns
 from scaletrace.extrapolate.rewrite.tp import tensor
@@ -254,37 +254,6 @@ def test_gradients_in_half_the_bytes(stateful: Stateful) -> None:
     assert int(made.graph.dur_ns.sum()) <= int(state.graph.dur_ns.sum())
     with pytest.raises(UsageError, match="must be positive"):
         reduce_in(state, 0, 4)
-
-
-def test_experts_without_a_group_are_refused(stateful: Stateful) -> None:
-    """A trace without expert parallelism can't be asked for another degree of it."""
-    with pytest.raises(UsageError, match="no expert-parallel group"):
-        spread_experts(stateful(2, 1), 4)
-
-
-def test_experts_change_their_group_and_the_fullest_rank_sets_the_pace(stateful: Stateful) -> None:
-    """All-to-alls span the new group; an uneven split makes them last as long as the fullest rank's."""
-    state = stateful(4, 1, 8, reduce_ns=1_000_000)
-    groups = tuple(replace(group, axis="ep") for group in state.graph.groups)
-    items = tuple(replace(item, kind="all_to_all") for item in state.graph.collectives)
-    state = replace(state, graph=replace(state.graph, groups=groups, collectives=items))
-    even, uneven = spread_experts(state, 4), spread_experts(state, 4, [4, 1, 1, 1, 1, 1, 1, 1])
-    transfers = state.graph.kind == int(NodeKind.TRANSFER)
-
-    assert 4 == even.graph.groups[0].size
-    assert 1 == even.health.guessed["expert loads taken as even, since the trace does not tell them"]
-    assert not state.health.guessed
-    gain = imbalance([4, 1, 1, 1, 1, 1, 1, 1], 4) / imbalance([4, 1, 1, 1, 1, 1, 1, 1], 8)
-    expected = even.graph.dur_ns[transfers].sum() * gain
-    assert expected == pytest.approx(uneven.graph.dur_ns[transfers].sum(), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("loads", "degree", "expected"), [([1, 1, 1, 1], 2, 1.0), ([3, 1, 0, 0], 2, 2.0), ([3, 1, 0, 0], 4, 3.0)]
-)
-def test_imbalance_is_the_fullest_over_the_mean(loads: list[float], degree: int, expected: float) -> None:
-    """Experts lie in blocks; the fuller the first block, the worse."""
-    assert expected == imbalance(loads, degree)
 
 
 def test_a_layout_is_reached_in_one_call(stateful: Stateful) -> None:

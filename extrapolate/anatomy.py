@@ -17,13 +17,14 @@ import numpy as np
 from scaletrace.extrapolate.kernels import Shape, element_bytes, shape_of
 from scaletrace.extrapolate.layers import Phase, Sections
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.lone import staged
 from scaletrace.extrapolate.signatures import sections_of
 from scaletrace.jit import jit
 from scaletrace.parse.build import Built
 from scaletrace.parse.events import BoolArray, ByteArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.job import RankTrace
+from scaletrace.parse.job import Job, RankTrace
 
 MESSAGES = ("send", "recv")
 _MESSAGE_CALL = re.compile(r"c10d::(send|recv|recv_|coalesced)|batch_isend_irecv|p2p", re.IGNORECASE)
@@ -36,6 +37,8 @@ class Anatomy:
     units       names in model order over all stages; is_layer says which are the repeated ones
     parameters  float64[units]: weights of each unit on one rank, 0 where no shape tells
     boundary_bytes  what one micro batch hands from one layer to the next, 0 unknown
+    kind        what sort of layer each unit is, "" for the others
+    why         why no layers were found and what to record, "" where there are some
     exact_ns    float64[n]: durations before rounding, so that scaling back and forth loses nothing
     entry       as weave keeps it, for the same purpose
     """
@@ -51,6 +54,8 @@ class Anatomy:
     exact_ns: np.typing.NDArray[np.float64]
     rule: str
     entry: IntArray | None = None
+    kind: tuple[str, ...] = ()
+    why: str = ""
     health: Health = field(default_factory=Health)
 
     @property
@@ -90,10 +95,8 @@ class Anatomy:
 def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
     """The anatomy of a job. With a pipeline in `layout` the units of its stages are numbered through."""
     graph, job = built.graph, built.job
-    health = Health()
-    sections = {trace.rank: sections_of(trace) for trace in job.ranks}
-    stages = {rank: layout.coordinates(rank)["pp"] if layout and rank < layout.ranks else 0 for rank in sections}
-    names, flags, shift = _number(sections, stages)
+    sections, outline = outlined(job, layout)
+    names, flags, shift = outline.names, outline.is_layer, outline.shift
     at = np.full(len(graph), -1, np.int64)
     clock = {rank: job.clocks[rank].offset_ns if rank in job.clocks else 0 for rank in sections}
     for rank, found in sections.items():
@@ -103,6 +106,8 @@ def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
     host &= np.array([not lane.is_device for lane in graph.lanes] + [False], np.bool_)[graph.lane]
     issued = _issued(graph.pred_ptr, graph.pred, graph.edge_kind, graph.rank, at, host)
     phase, unit, batch = _columns(graph, sections, issued, shift)
+    for rank, found in sections.items():
+        _place(graph, rank, found, shift[rank], phase, unit, batch)
     parameters = np.zeros(len(names))
     boundary = 0
     for trace in job.ranks:
@@ -110,11 +115,6 @@ def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
         own = _parameters(trace, found, len(names), shift[trace.rank])
         parameters = np.maximum(parameters, own)
         boundary = max(boundary, _boundary(trace, found))
-    rule = next(iter(sections.values())).rule if sections else "nothing"
-    if rule.startswith("repeated"):
-        health.guessed[f"ranks whose layers were found by {rule}"] += len(sections)
-    elif rule == "nothing repeats":
-        health.note("No layers were found: nothing is named and nothing repeats, so the model counts as one unit.")
     return Anatomy(
         phase,
         unit,
@@ -125,15 +125,58 @@ def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
         parameters,
         boundary,
         graph.dur_ns.astype(np.float64),
-        rule,
-        health=health,
+        outline.rule,
+        kind=outline.kind,
+        why=outline.why,
+        health=outline.health,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The units of a whole job: names, flags and kinds in model order over all stages, and how they were found.
+
+    shift: for each rank its local units' global numbers, int32
+    """
+
+    names: tuple[str, ...]
+    is_layer: tuple[bool, ...]
+    kind: tuple[str, ...]
+    shift: Mapping[int, Int32Array]
+    rule: str
+    why: str
+    health: Health = field(default_factory=Health)
+
+    @property
+    def layers(self) -> int:
+        return sum(self.is_layer)
+
+
+def outlined(job: Job, layout: Layout | None = None) -> tuple[dict[int, Sections], Outline]:
+    """Sections of every rank, and the units that they make together. With a pipeline the stages are numbered through."""
+    sections = {trace.rank: sections_of(trace) for trace in job.ranks}
+    stages = {rank: layout.coordinates(rank)["pp"] if layout and rank < layout.ranks else 0 for rank in sections}
+    if any(not found.layers for found in sections.values()):
+        sections |= staged({trace.rank: trace for trace in job.ranks}, stages)
+    health = Health()
+    most = max((found.layers for found in sections.values()), default=0)
+    first = next((found for found in sections.values() if found.layers == most), None)
+    rule, why = (first.rule, first.why) if first else ("nothing", "the capture holds no rank")
+    if most and not rule.startswith(("FSDP", "names", "annotations")):
+        health.guessed[f"ranks whose layers were found by {rule}"] += len(sections)
+    uncut = sum(found.uncut for found in sections.values())
+    if uncut:
+        health.unmatched["passes in which another number of layers was seen"] += uncut
+    if not most:
+        health.note(f"No layers were found: {why}. The model counts as one unit.")
+    names, flags, kinds, shift = _number(sections, stages)
+    return sections, Outline(names, flags, kinds, shift, rule, why if not most else "", health)
 
 
 def _number(
     sections: Mapping[int, Sections], stages: Mapping[int, int]
-) -> tuple[tuple[str, ...], tuple[bool, ...], dict[int, Int32Array]]:
-    """Names over all stages, which are layers, and for each rank its local units' global numbers.
+) -> tuple[tuple[str, ...], tuple[bool, ...], tuple[str, ...], dict[int, Int32Array]]:
+    """Names over all stages, which are layers, their kinds, and for each rank its local units' global numbers.
 
     The embedding is the first stage's, the head the last one's; the layers of later stages follow those of earlier ones.
     """
@@ -141,26 +184,31 @@ def _number(
     by_stage = {stage: sections[rank] for rank, stage in sorted(stages.items(), reverse=True)}
     names: list[str] = []
     flags: list[bool] = []
+    kinds: list[str] = []
     offset: dict[int, int] = {}
+
+    def add(found: Sections, unit: int, name: str = "") -> None:
+        names.append(name or found.units[unit])
+        flags.append(found.is_layer[unit])
+        kinds.append(found.kind[unit] if unit < len(found.kind) else "")
+
     for stage in sorted(by_stage):
         found = by_stage[stage]
-        inner = range(len(found.units)) if len(found.units) < 3 else range(1, len(found.units) - 1)
-        if stage == 0 and len(found.units) >= 3:
-            names.append(found.units[0])
-            flags.append(False)
+        framed = len(found.units) >= 3
+        if stage == 0 and framed:
+            add(found, 0)
         offset[stage] = len(names)
-        for unit in inner:
-            names.append(f"layer {sum(flags)}" if found.units[unit].startswith("layer ") else found.units[unit])
-            flags.append(found.is_layer[unit])
-        if stage == last and len(found.units) >= 3:
-            names.append(found.units[-1])
-            flags.append(False)
+        for unit in range(1, len(found.units) - 1) if framed else range(len(found.units)):
+            numbered = found.units[unit].startswith("layer ") and found.units[unit][6:].isdigit()
+            add(found, unit, f"layer {sum(flags)}" if numbered else "")
+        if stage == last and framed:
+            add(found, len(found.units) - 1)
     shift = {}
     for rank, stage in stages.items():
         count = len(sections[rank].units)
         numbers = np.arange(count, dtype=np.int32) + offset[stage] - (1 if count >= 3 else 0)
         shift[rank] = np.clip(numbers, 0, len(names) - 1).astype(np.int32)
-    return tuple(names), tuple(flags), shift
+    return tuple(names), tuple(flags), tuple(kinds), shift
 
 
 @jit
@@ -201,6 +249,27 @@ def _columns(
         unit[mine] = np.where(local >= 0, shift[rank][np.maximum(local, 0)], -1)
         batch[mine] = found.micro_batch[at]
     return phase, unit, batch
+
+
+def _place(
+    graph: Graph,
+    rank: int,
+    found: Sections,
+    shift: Int32Array,
+    phase: ByteArray,
+    unit: Int32Array,
+    batch: Int32Array,
+) -> None:
+    """Kernels of one launch are told apart by their own rows, in place."""
+    if found.placed is None or not len(found.placed.row):
+        return
+    mine = np.flatnonzero((graph.rank == rank) & (graph.event >= 0))
+    at = np.minimum(np.searchsorted(found.placed.row, graph.event[mine]), len(found.placed.row) - 1)
+    hit = found.placed.row[at] == graph.event[mine]
+    nodes, at = mine[hit], at[hit]
+    phase[nodes], batch[nodes] = found.placed.phase[at], found.placed.micro_batch[at]
+    local = found.placed.unit[at]
+    unit[nodes] = np.where(local >= 0, shift[np.maximum(local, 0)], -1)
 
 
 def _messages(graph: Graph) -> BoolArray:

@@ -1,30 +1,46 @@
 """Turns one rank's host events into sections: which layer, phase and micro batch each moment of a step belongs to.
 
-Evidence, best first: pipeline actions (`PP:3F0`, `Forward 0`), FSDP's annotations with module names, and where nothing
-is named the longest run of repeated operators. A backward operator belongs to the layer whose forward operator has its
-autograd sequence number.
+Evidence, best first: pipeline actions (`PP:3F0`, `Forward 0`) for micro batches; for layers FSDP's annotations with
+module names, frames of modules and annotations (ranges.py), the stack that repeats among the operators (repeats.py), and
+where no two layers stand in one pass, the one attention. A backward operator belongs to the layer whose forward
+operator has its autograd sequence number.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 
+from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.operators import Operators, outermost
-from scaletrace.parse.events import ByteArray, Events, Int32Array, IntArray
+from scaletrace.extrapolate.ranges import find_ranges, named_layers, plain, stem
+from scaletrace.extrapolate.repeats import STACK, Stack, find_stack
+from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, ByteArray, Events, Int32Array, IntArray
 from scaletrace.parse.job import RankTrace, Step
-
-MAX_PERIOD = 4096
-"""Longest repeated unit that is looked for, in operators."""
 
 _FSDP = re.compile(r"^FSDP::(pre_forward|post_forward|root_pre_forward)(?: \((.*)\))?$")
 _ACTION = re.compile(r"^PP:(\d+)([FBIW])(\d+)$")
 _CHUNK = re.compile(r"^(Forward|Backward) (\d+)$")
 _INDEX = re.compile(r"(?:^|[._])\d+(?=$|[._])")
+_LAST_INDEX = re.compile(r"^(?:.*[._])?\d+(?=$|[._])")
+_UPDATE = re.compile(r"_fused_|_foreach_|multi_tensor|adam|sgd|lamb|addcdiv|::lerp_", re.IGNORECASE)
+_EMBEDS = re.compile(r"emb|tok|wte", re.IGNORECASE)
+_HEADS = re.compile(r"head|output|logit|classif|unembed", re.IGNORECASE)
+_SOFTMAX = re.compile(r"^(?!.*log_?softmax).*(::_?softmax$|softmax_warp_forward|SoftMaxForward)", re.IGNORECASE)
+_EVENLY = 0.3
+_UNSIZED = 3
+"""Operators of a layer at least where no sizes are recorded: a product and its activation may differ in every layer."""
+NOTHING = "nothing repeats"
+OPERATORS = "repeated operators"
+NO_STACK = (
+    "no stretch that repeats covers half of the forward pass: the model is no stack of like layers, or its operators and "
+    "kernels do not tell them; to name them record with_modules=True, or a record_function around each layer"
+)
 
 
 class Phase(IntEnum):
@@ -39,11 +55,25 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """k kernels by row in the rank's Events (ascending), with phase, unit, micro batch and step as in Sections."""
+
+    row: IntArray
+    phase: ByteArray
+    unit: Int32Array
+    micro_batch: Int32Array
+    step: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
 class Sections:
     """s sections of one rank in order of time; each lasts until the next one starts.
 
     start_ns int64[s]; phase uint8[s] (Phase); unit, micro_batch, step int32[s], -1 = none.
-    units: names in model order; `is_layer` says which of them are the repeated ones. `rule` is the evidence used.
+    units: names in model order; `is_layer` says which of them are the repeated ones, `kind` what sort of layer each is
+    ("" for the others). `rule` is the evidence used; `why` says why there are no layers, with the remedy.
+    uncut: passes in which another number of layers was seen, so that they stay whole
+    placed: kernels whose launch does not tell their layer (a whole CUDA graph is one launch), by event row
     """
 
     start_ns: IntArray
@@ -54,6 +84,10 @@ class Sections:
     units: tuple[str, ...]
     is_layer: tuple[bool, ...]
     rule: str
+    kind: tuple[str, ...] = ()
+    why: str = ""
+    uncut: int = 0
+    placed: Placed | None = None
 
     @property
     def layers(self) -> int:
@@ -80,36 +114,6 @@ class _Marks:
         self.rows.append((start_ns, int(phase), unit, micro_batch, step))
 
 
-@dataclass(frozen=True, slots=True)
-class Repeats:
-    """A stretch of a sequence that repeats: from `start`, `count` times `period` items; count 1 = nothing repeats."""
-
-    start: int
-    period: int
-    count: int
-
-
-def find_repeats(tokens: Int32Array, max_period: int = MAX_PERIOD) -> Repeats:
-    """The repetition that covers most of `tokens`; of those that cover as much, the one with the shortest period."""
-    n = len(tokens)
-    best = Repeats(0, n, 1)
-    covered = 0
-    for period in range(1, min(n // 2, max_period) + 1):
-        same = tokens[period:] == tokens[:-period]
-        if int(same.sum()) + period <= covered:
-            continue
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]])))
-        starts, lengths = edges[::2], edges[1::2] - edges[::2]
-        at = int(np.argmax(lengths)) if len(lengths) else -1
-        if at < 0 or lengths[at] < period:
-            continue
-        count = int(lengths[at]) // period + 1
-        if count * period > covered:
-            covered = count * period
-            best = Repeats(int(starts[at]), period, count)
-    return best
-
-
 def _annotations(events: Events, step: Step) -> list[tuple[int, int, str]]:
     """(start, end, name) of the annotations of a step, in order of time."""
     rows = np.flatnonzero(
@@ -118,16 +122,30 @@ def _annotations(events: Events, step: Step) -> list[tuple[int, int, str]]:
     return [(int(events.ts_ns[row]), int(events.end_ns[row]), events.name_of(int(row))) for row in rows]
 
 
-def find_sections(trace: RankTrace) -> Sections:
-    """Sections of every step of one rank."""
-    per_step = []
-    for step in trace.steps:
-        ops, notes = outermost(trace.events, step), _annotations(trace.events, step)
-        per_step.append((step, ops, notes))
-    names, layer_flags, rule, plans = _units(per_step)
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The operators of one step: `forward` are the rows of Operators that belong to forward passes, `batch` int32 of
+    every operator its micro batch (-1 unknown)."""
+
+    step: Step
+    ops: Operators
+    notes: list[tuple[int, int, str]]
+    forward: IntArray
+    batch: Int32Array
+
+
+def find_sections(trace: RankTrace, evidence: Sequence[Evidence] = ()) -> Sections:
+    """Sections of every step of one rank; without marked steps the whole window is one, number -1.
+
+    evidence: what is asked for layers, best first; default: names, then repeated operators
+    """
+    read = [(step, outermost(trace.events, step), _annotations(trace.events, step)) for step in steps_of(trace)]
+    trains = any((ops.backward & (ops.partner >= 0)).any() for _, ops, _ in read)
+    passes = [_pass(trace.events, *one, trains) for one in read]
+    found = _found(trace.events, passes, evidence or (_by_fsdp, _by_name, _by_repetition))
     marks = _Marks()
-    for (step, ops, notes), plan in zip(per_step, plans, strict=True):
-        _mark_step(marks, step, ops, notes, plan)
+    for one, unit in zip(passes, found.unit, strict=True):
+        _mark_step(marks, one, _filled(one.ops, unit, one.batch, trains), trace.events)
     rows = np.array(sorted(marks.rows), np.int64).reshape(-1, 5)
     return Sections(
         rows[:, 0],
@@ -135,10 +153,45 @@ def find_sections(trace: RankTrace) -> Sections:
         rows[:, 2].astype(np.int32),
         rows[:, 3].astype(np.int32),
         rows[:, 4].astype(np.int32),
-        names,
-        layer_flags,
-        rule,
+        found.names,
+        found.is_layer,
+        found.rule,
+        found.kind,
+        "" if any(found.is_layer) else _why(passes),
+        found.uncut,
     )
+
+
+def steps_of(trace: RankTrace) -> tuple[Step, ...]:
+    """The marked steps, or one over the whole window."""
+    if trace.steps:
+        return trace.steps
+    known = trace.events.ts_ns != TIME_UNKNOWN
+    if not known.any():
+        return ()
+    return (Step(-1, int(trace.events.ts_ns[known].min()), int(trace.events.end_ns[known].max()) + 1),)
+
+
+def _pass(events: Events, step: Step, ops: Operators, notes: list[tuple[int, int, str]], trains: bool) -> Pass:
+    if trains:
+        forward = np.flatnonzero(~ops.backward & (ops.partner >= 0))
+        return Pass(step, ops, notes, forward, _micro_batch(ops, notes))
+    forward = np.arange(len(ops.row))
+    embeds = np.array([classify(text) is Work.EMBEDDING for text in events.strings] + [False], np.bool_)
+    return Pass(step, ops, notes, forward, passes_of(ops.token, embeds[events.name[ops.row]]))
+
+
+def passes_of(tokens: Int32Array, embeds: BoolArray) -> Int32Array:
+    """Which pass through the model each item of an inference belongs to: each begins with the same embedding."""
+    n = len(tokens)
+    best = np.zeros(0, np.int64)
+    for token in np.unique(tokens[embeds]).tolist():
+        starts = np.flatnonzero(embeds & (tokens == token))
+        gaps = np.diff(np.append(starts, n))
+        # One that stands several times in a pass (positions, types) is not spread evenly.
+        if len(starts) > len(best) and gaps.min() >= _EVENLY * n / len(starts):
+            best = starts
+    return np.asarray(np.maximum(np.searchsorted(best, np.arange(n), side="right") - 1, 0), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,36 +203,71 @@ class _Plan:
     micro_batch: Int32Array
 
 
-def _units(
-    per_step: list[tuple[Step, Operators, list[tuple[int, int, str]]]],
-) -> tuple[tuple[str, ...], tuple[bool, ...], str, list[_Plan]]:
-    """Names of the units, which are layers, the evidence, and the plan of every step."""
-    modules = _modules(per_step)
-    plans: list[_Plan] = []
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Unit of every operator of each step (int32, -1 unknown), and the units."""
+
+    unit: list[Int32Array]
     names: tuple[str, ...] = ("model",)
-    flags: tuple[bool, ...] = (False,)
-    rule = "nothing repeats"
-    for _, ops, notes in per_step:
-        batch = _micro_batch(ops, notes)
-        if modules:
-            unit = _by_module(ops, notes, modules)
-            names = ("embedding", *modules, "head")
-            flags = (False, *_layer_flags(modules), False)
-            rule = "FSDP annotations"
-        else:
-            unit, found = _by_repetition(ops, batch)
-            if found:
-                names = ("embedding", *(f"layer {i}" for i in range(found)), "head")
-                flags = (False, *([True] * found), False)
-                rule = "repeated operators"
-        plans.append(_filled(ops, unit, batch))
-    return names, flags, rule, plans
+    is_layer: tuple[bool, ...] = (False,)
+    kind: tuple[str, ...] = ("",)
+    rule: str = NOTHING
+    uncut: int = 0
 
 
-def _modules(per_step: list[tuple[Step, Operators, list[tuple[int, int, str]]]]) -> list[str]:
+Evidence = Callable[[Events, "list[Pass]"], "Found | None"]
+"""Turns the passes of a rank into units, None where it sees no layers."""
+
+
+def _found(events: Events, passes: list[Pass], evidence: Sequence[Evidence]) -> Found:
+    """The units by the best evidence there is."""
+    for look in evidence:
+        found = look(events, passes)
+        if found is not None:
+            return found
+    return Found([np.full(len(one.ops.row), -1, np.int32) for one in passes])
+
+
+def _why(passes: list[Pass]) -> str:
+    """Why no layers were found, and what to record instead."""
+    if not any(len(one.ops.row) for one in passes):
+        return "the trace holds no operators; record CPU activities too, or name modules with with_modules=True"
+    return NO_STACK
+
+
+def framed(
+    count: int, names: Sequence[str], kinds: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[bool, ...], tuple[str, ...]]:
+    """Names, flags and kinds of `count` layers between embedding and head."""
+    return ("embedding", *names, "head"), (False, *([True] * count), False), ("", *kinds, "")
+
+
+def _by_fsdp(events: Events, passes: list[Pass]) -> Found | None:
+    """The modules that FSDP names, where one of them is a layer; modules of one layer count as that layer."""
+    modules = _modules([one.notes for one in passes])
+    unit_of = _merged_modules(modules)
+    units = list(dict.fromkeys(unit_of.values()))
+    flags = _layer_flags(units)
+    if not any(flags):
+        return None
+    # A module of its own for embedding or head is what the frame stands for.
+    first = not flags[0] and bool(_EMBEDS.search(units[0]))
+    last = not flags[-1] and bool(_HEADS.search(units[-1]))
+    inner = units[first : len(units) - last]
+    place = {unit: at + 1 for at, unit in enumerate(inner)}
+    place |= {units[0]: 0} if first else {}
+    place |= {units[-1]: len(inner) + 1} if last else {}
+    number = {module: place[unit] for module, unit in unit_of.items()}
+    flags = flags[first : len(flags) - last]
+    kinds = [plain(stem(unit)) if is_layer else "" for unit, is_layer in zip(inner, flags, strict=True)]
+    unit = [_by_module(one.ops, one.notes, number, len(inner)) for one in passes]
+    return Found(unit, ("embedding", *inner, "head"), (False, *flags, False), ("", *kinds, ""), "FSDP annotations")
+
+
+def _modules(steps: list[list[tuple[int, int, str]]]) -> list[str]:
     """Modules that FSDP names, in the order of their first forward; the root ("") is not one."""
     seen: dict[str, None] = {}
-    for _, _, notes in per_step:
+    for notes in steps:
         for _, _, name in notes:
             found = _FSDP.match(name)
             if found and found[1] == "pre_forward" and found[2]:
@@ -187,10 +275,137 @@ def _modules(per_step: list[tuple[Step, Operators, list[tuple[int, int, str]]]])
     return list(seen)
 
 
+def _merged_modules(modules: list[str]) -> dict[str, str]:
+    """Unit of each module: `layers.3.attention` and `layers.3.mlp` are both `layers.3`, as what is inside of it is."""
+    whole = {name: _LAST_INDEX.match(name) for name in modules}
+    units = {name: found[0] if found else name for name, found in whole.items()}
+    heads = sorted(set(units.values()), key=len)
+    return {name: next(head for head in heads if f"{unit}.".startswith(f"{head}.")) for name, unit in units.items()}
+
+
 def _layer_flags(modules: list[str]) -> tuple[bool, ...]:
-    """A module is a layer if another has the same name but for its number."""
+    """A module is a layer if another has the same name but for its number, or if it is the only one with a number."""
     stems = Counter(_INDEX.sub("#", name) for name in modules)
-    return tuple(stems[_INDEX.sub("#", name)] > 1 for name in modules)
+    numbered = [name for name in stems if "#" in name]
+    most = max((stems[name] for name in numbered), default=0)
+    return tuple(stems[_INDEX.sub("#", name)] > 1 or (most == 1 and bool(_INDEX.search(name))) for name in modules)
+
+
+def _by_name(events: Events, passes: list[Pass]) -> Found | None:
+    """Layers that frames of modules or annotations name, the same in every step."""
+    named = []
+    for one in passes:
+        ranges = find_ranges(events, one.step, one.ops.start_ns[one.forward])
+        named.append(named_layers(ranges, one.ops.token[one.forward], one.batch[one.forward]))
+    counts = Counter(len(found.names) for found in named if found is not None)
+    if not counts:
+        return None
+    layers = counts.most_common(1)[0][0]
+    first = next(found for found in named if found is not None and len(found.names) == layers)
+    unit, uncut = [], 0
+    for one, found in zip(passes, named, strict=True):
+        mine = np.full(len(one.ops.row), -1, np.int32)
+        if found is not None and len(found.names) == layers:
+            mine[one.forward] = _spread(found.spans, one.batch[one.forward], layers)
+        else:
+            uncut += 1
+        unit.append(mine)
+    return Found(unit, *framed(layers, first.names, first.kinds), first.rule, uncut)
+
+
+def _spread(spans: Sequence[tuple[int, int, int]], batch: Int32Array, layers: int) -> Int32Array:
+    """Unit of each forward operator: its layer, else the one before it in its pass; 0 ahead of all, layers + 1 behind."""
+    out = np.full(len(batch), -1, np.int32)
+    for first, last, unit in spans:
+        out[first:last] = unit + 1
+    for number in np.unique(batch).tolist():
+        mine = np.flatnonzero(batch == number)
+        known = np.flatnonzero(out[mine] > 0)
+        if not len(known):
+            continue
+        at = np.maximum.accumulate(np.where(out[mine] > 0, np.arange(len(mine)), -1))
+        out[mine] = np.where(at >= 0, out[mine[np.maximum(at, 0)]], 0)
+        out[mine[known[-1] + 1 :]] = layers + 1
+    return out
+
+
+def _by_repetition(events: Events, passes: list[Pass]) -> Found | None:
+    """Layers from what repeats among the operators of each micro batch; most micro batches agree on how many."""
+    work = [classify(text) for text in events.strings]
+    norms = np.array([kind is Work.NORM for kind in work] + [False], np.bool_)
+    cores = np.array([attends(text) for text in events.strings] + [False], np.bool_)
+    dims = events.texts("Input Dims")
+    chunks: list[tuple[int, IntArray]] = []
+    for number, one in enumerate(passes):
+        batch = one.batch[one.forward]
+        chunks += [(number, one.forward[batch == at]) for at in np.unique(batch).tolist()]
+
+    def find(number: int, rows: IntArray, want: int) -> Stack | None:
+        ops = passes[number].ops
+        name = events.name[ops.row[rows]]
+        stack = find_stack(ops.token[rows], opens=norms[name], cores=cores[name], want=want)
+        sized = (dims[ops.row[rows]] >= 0).any()
+        return stack if stack is None or sized or stack.last[-1] - stack.first[0] >= _UNSIZED * len(stack) else None
+
+    cut = agreed(chunks, find, lambda _, rows: float(len(rows)))
+    if cut is None:
+        return None
+    stacks, layers, kinds, uncut = cut
+    unit = [np.full(len(one.ops.row), -1, np.int32) for one in passes]
+    for (number, rows), stack in zip(chunks, stacks, strict=True):
+        if stack is not None:
+            unit[number][rows] = units_of(stack, len(rows))
+    names = [f"layer {i}" for i in range(layers)]
+    return Found(unit, *framed(layers, names, kinds), OPERATORS, uncut)
+
+
+def attends(name: str) -> bool:
+    """Whether an operator or kernel is the one of attention that stands in a layer once: fused, or its softmax."""
+    return classify(name) is Work.ATTENTION or bool(_SOFTMAX.search(name))
+
+
+def agreed(
+    chunks: Sequence[tuple[int, IntArray]],
+    find: Callable[[int, IntArray, int], Stack | None],
+    weigh: Callable[[int, IntArray], float],
+) -> tuple[list[Stack | None], int, list[str], int] | None:
+    """(stack of each chunk, layers, kinds, chunks without) when the chunks are cut into as many layers as most of them.
+
+    find(number, rows, want) looks for a stack, of `want` layers where that is not 0; weigh(number, rows) is what a
+    chunk counts. None where the layers hold less than half of all chunks.
+    """
+    stacks = [find(number, rows, 0) for number, rows in chunks]
+    weights = [weigh(number, rows) for number, rows in chunks]
+    counts: dict[int, float] = defaultdict(float)
+    for stack, weight in zip(stacks, weights, strict=True):
+        if stack is not None:
+            counts[len(stack)] += weight
+    if not counts:
+        return None
+    layers = max(counts, key=lambda count: (counts[count], count))
+    for at, (number, rows) in enumerate(chunks):
+        stack = stacks[at]
+        if stack is None or len(stack) != layers:
+            stacks[at] = find(number, rows, layers)
+    held = sum(stack.share * weight for stack, weight in zip(stacks, weights, strict=True) if stack is not None)
+    if held < STACK * sum(weights):
+        return None
+    first = next(stack for stack in stacks if stack is not None)
+    return stacks, layers, kind_names(first), sum(stack is None for stack in stacks)
+
+
+def kind_names(stack: Stack) -> list[str]:
+    """What the kinds of a stack are called: layer, or layer A, layer B, …"""
+    several = int(stack.kind.max()) > 0
+    return [f"layer {'ABCDEFGHIJKLMNOPQRSTUVWXYZ'[kind % 26]}" if several else "layer" for kind in stack.kind.tolist()]
+
+
+def units_of(stack: Stack, n: int, backwards: bool = False) -> Int32Array:
+    """Unit of each of the n items that a stack was found in; in a backward pass the last layer comes first."""
+    at = np.searchsorted(stack.first, np.arange(n), side="right")
+    behind = np.arange(n) >= stack.last[-1]
+    unit = np.where(behind, len(stack) + 1, at)
+    return np.asarray(len(stack) + 1 - unit if backwards else unit, np.int32)
 
 
 def _micro_batch(ops: Operators, notes: list[tuple[int, int, str]]) -> Int32Array:
@@ -214,46 +429,32 @@ def _micro_batch(ops: Operators, notes: list[tuple[int, int, str]]) -> Int32Arra
     return out
 
 
-def _by_module(ops: Operators, notes: list[tuple[int, int, str]], modules: list[str]) -> Int32Array:
-    """Unit of each operator from the FSDP annotations around it: 0 before the first module, len + 1 after the last."""
+def _by_module(ops: Operators, notes: list[tuple[int, int, str]], number: Mapping[str, int], units: int) -> Int32Array:
+    """Unit of each operator from the FSDP annotations around it: 0 before the first unit, units + 1 after the last."""
     marks = []
     for start, end, name in notes:
         found = _FSDP.match(name)
-        if found and found[2] in modules:
-            number = modules.index(found[2]) + 1
+        if found and found[2] in number:
+            unit = number[found[2]]
             if found[1] == "pre_forward":
-                marks.append((start, number))
-            elif found[1] == "post_forward" and number == len(modules):
-                marks.append((end, number + 1))
+                marks.append((start, unit))
+            elif found[1] == "post_forward" and unit == units:
+                marks.append((end, unit + 1))
         elif found and found[1] == "root_pre_forward":
             marks.append((start, 0))
     marks.sort()
+    if not marks:
+        return np.full(len(ops.row), -1, np.int32)
     starts = np.array([start for start, _ in marks], np.int64)
     at = np.searchsorted(starts, ops.start_ns, side="right") - 1
     numbers = np.array([number for _, number in marks], np.int32)
     return np.where(at >= 0, numbers[np.maximum(at, 0)], 0).astype(np.int32)
 
 
-def _by_repetition(ops: Operators, batch: Int32Array) -> tuple[Int32Array, int]:
-    """(unit of each forward operator, layers) from what repeats inside the first micro batch; 0 layers = nothing."""
-    unit = np.full(len(batch), -1, np.int32)
-    forward = np.flatnonzero(~ops.backward & (ops.partner >= 0))
-    if not len(forward):
-        return unit, 0
-    numbers = np.unique(batch[forward])
-    first = forward[batch[forward] == numbers[0]]
-    inner = find_repeats(ops.token[first])
-    if inner.count < 2:
-        return unit, 0
-    for number in numbers.tolist():
-        mine = forward[batch[forward] == number]
-        layer = (np.arange(len(mine)) - inner.start) // inner.period
-        unit[mine] = np.where(layer < 0, 0, np.minimum(layer, inner.count) + 1)
-    return unit, inner.count
-
-
-def _filled(ops: Operators, unit: Int32Array, batch: Int32Array) -> _Plan:
+def _filled(ops: Operators, unit: Int32Array, batch: Int32Array, trains: bool) -> _Plan:
     """Backward nodes get the unit and micro batch of their operator, everything between that of its neighbour before."""
+    if not trains:
+        return _Plan(np.full(len(unit), int(Phase.FORWARD), np.int32), unit, batch)
     paired = ops.partner >= 0
     nodes = np.flatnonzero(ops.backward & paired)
     unit, batch = unit.copy(), batch.copy()
@@ -273,25 +474,28 @@ def _filled(ops: Operators, unit: Int32Array, batch: Int32Array) -> _Plan:
     return _Plan(phase[use], unit[use], batch[use])
 
 
-def _mark_step(marks: _Marks, step: Step, ops: Operators, notes: list[tuple[int, int, str]], plan: _Plan) -> None:
+def _mark_step(marks: _Marks, one: Pass, plan: _Plan, events: Events) -> None:
     """One section wherever phase, unit or micro batch change; the optimizer's annotation ends the last of them."""
-    number = step.number
+    step, ops, number = one.step, one.ops, one.step.number
     marks.add(step.start_ns, Phase.OTHER, -1, -1, number)
-    optimizer = [(start, end) for start, end, name in notes if name.startswith("Optimizer.step")]
-    last = np.flatnonzero(ops.backward)
-    after = int(ops.start_ns[last[-1]]) if len(last) else step.start_ns
-    before = (int(Phase.OTHER), -1, -1)
-    for i, start in enumerate(ops.start_ns.tolist()):
-        if not len(last) or start > after:
-            break
-        now = (int(plan.phase[i]), int(plan.unit[i]), int(plan.micro_batch[i]))
-        if now != before:
-            marks.add(start, Phase(now[0]), now[1], now[2], number)
-            before = now
+    back = np.flatnonzero(ops.backward)
+    working = int(back[-1]) + 1 if len(back) else len(ops.row) if (plan.phase == int(Phase.FORWARD)).any() else 0
+    columns = np.stack([plan.phase, plan.unit, plan.micro_batch], axis=1)[:working]
+    differs = (columns[1:] != columns[:-1]).any(axis=1)
+    for at in np.flatnonzero(np.append(True, differs)) if working else ():
+        marks.add(int(ops.start_ns[at]), Phase(int(columns[at, 0])), int(columns[at, 1]), int(columns[at, 2]), number)
+    optimizer = [(start, end) for start, end, name in one.notes if name.startswith("Optimizer.step")]
+    if not optimizer and len(back):
+        optimizer = _updates(ops, events, working)
     for start, end in optimizer:
         marks.add(start, Phase.OPTIMIZER, -1, -1, number)
         marks.add(end, Phase.OTHER, -1, -1, number)
-    if not optimizer and len(last):
-        row = int(last[-1]) + 1
-        if row < len(ops.start_ns):
-            marks.add(int(ops.start_ns[row]), Phase.OTHER, -1, -1, number)
+    if len(back) and working < len(ops.row) and not any(start <= ops.start_ns[working] for start, _ in optimizer):
+        marks.add(int(ops.start_ns[working]), Phase.OTHER, -1, -1, number)
+
+
+def _updates(ops: Operators, events: Events, begin: int) -> list[tuple[int, int]]:
+    """Where no annotation tells: from the first to the last operator behind the backward pass that updates weights."""
+    named = np.array([bool(_UPDATE.search(text)) for text in events.strings] + [False], np.bool_)
+    rows = begin + np.flatnonzero(named[events.name[ops.row[begin:]]])
+    return [(int(ops.start_ns[rows[0]]), int(ops.end_ns[rows[-1]]))] if len(rows) else []

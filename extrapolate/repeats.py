@@ -23,10 +23,12 @@ ALIKE = 0.5
 experts share their attention, while the halves of one layer share a norm and a sum, which is 0.2 to 0.4."""
 SAME = 0.8
 """Layers this similar are of one kind."""
-COVERED = 0.9
-"""Anchors that explain this much of what the best one explains are as good."""
+COVERED = 0.75
+"""Anchors that explain this much of what the best one explains are as good: some explain the ends along with the layers."""
 STACK = 0.5
 """Less than this share of the work repeated is no stack of layers."""
+SHORT, TOWER = 6, 2 / 3
+"""Layers of fewer items than SHORT must hold the share TOWER."""
 _OWN, _SHARED = 192, 64
 _PEERS = 8
 
@@ -108,15 +110,23 @@ def find_stack(
         if one is not None:
             found.append(one)
     best = max((one.held for one in found), default=0.0)
-    good = [one for one in found if one.held >= COVERED * best]
+    good = [one for one in found if one.held >= COVERED * best and (one.core or one.alike >= SAME)]
     most = max((one.count for one in good if one.core), default=0)
     # Attention stands in each layer once, but for the odd layer without any; else the finest cut into equal parts counts.
     good.sort(key=lambda one: (one.worth(most), -int(one.places[0])), reverse=True)
     for one in good:
         stack = _cut(sequence, one.places)
-        if stack is not None and stack.share >= STACK and (not want or len(stack) == want):
+        if stack is None or stack.share < _enough(stack) or (want and len(stack) != want):
+            continue
+        if 2 * (int(stack.kind.max()) + 1) <= len(stack) or one.core:
             return stack
     return None
+
+
+def _enough(stack: Stack) -> float:
+    """The share that a stack must hold: a product and its activation, repeated, are a tower that other models have too."""
+    short = float((stack.last - stack.first).mean()) < SHORT
+    return TOWER if short else STACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +142,7 @@ class _Candidate:
 
     def worth(self, cores: int) -> tuple[bool, bool, int, float]:
         """Order of preference, where attention stands `cores` times (0 = nowhere in a stack)."""
-        every = self.core or (self.alike >= SAME and cores < self.count < 2 * cores)
+        every = self.core or (self.alike >= SAME and cores < self.count <= 1.25 * cores)
         return every, self.alike >= SAME, self.count, self.alike
 
 
@@ -164,7 +174,9 @@ def _linked(sequence: _Sequence, places: IntArray, core: bool) -> _Candidate | N
     inside[1:] |= link
     inside[:-1] |= link
     total = np.append(0.0, np.cumsum(sequence.weight))
-    held = float((total[last] - total[places])[inside].sum())
+    each = total[last] - total[places]
+    each[-1] = np.median(each[:-1])  # where the last layer ends is not known yet
+    held = float(each[inside].sum())
     return _Candidate(places, core, held, float(alike[link].mean()), int(inside.sum()))
 
 

@@ -166,10 +166,7 @@ def from_job(built: Built, anatomy: Anatomy, layout: Layout, device: Device | No
 def infer_model(built: Built, anatomy: Anatomy, layout: Layout) -> tuple[Model, Layout, float]:
     """(model, layout with micro batch and length, bytes an element) from the operators' dimensions of a job."""
     if not anatomy.layers:
-        raise InputError(
-            "no repeated layers were found in the trace; record operators (with_stack is not needed) with "
-            "record_shapes=True, or name a model instead of a trace"
-        )
+        raise InputError(f"no layers were found: {anatomy.why}; or name a model instead of a trace")
     shapes = {unit: _unit_shapes(built, anatomy, unit) for unit in range(len(anatomy.units))}
     layers = [unit for unit, is_layer in enumerate(anatomy.is_layer) if is_layer]
     products = [s for s in shapes[layers[0]] if s.work is Work.MATMUL and s.batch == 1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scaletrace.extrapolate.anatomy import dissect
-from scaletrace.extrapolate.layers import Phase, Repeats, Sections, find_repeats, find_sections
+from scaletrace.extrapolate.layers import Phase, Sections, find_sections
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.parse.build import build
 from scaletrace.parse.events import Arg, Events, Lane
@@ -66,22 +66,6 @@ def spell(sections: Sections) -> str:
         for p, u, b in zip(sections.phase, sections.unit, sections.micro_batch, strict=True)
     ]
     return " ".join(words)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([1, 2, 3, 2, 3, 2, 3, 4], Repeats(1, 2, 3)),
-        ([1, 2, 3, 4], Repeats(0, 4, 1)),
-        ([5, 5, 5, 5], Repeats(0, 1, 4)),
-        ([9, 1, 1, 2, 1, 1, 2, 1, 1, 2], Repeats(1, 3, 3)),
-        ([], Repeats(0, 0, 1)),
-        ([7], Repeats(0, 1, 1)),
-    ],
-)
-def test_the_longest_repetition_wins(tokens: list[int], expected: Repeats) -> None:
-    """What repeats over the longest stretch is found, with its shortest period."""
-    assert expected == find_repeats(np.array(tokens, np.int32))
 
 
 def test_layers_are_found_without_any_name() -> None:

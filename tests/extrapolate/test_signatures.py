@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from scaletrace.extrapolate.layers import Phase, Repeats, Sections
-from scaletrace.extrapolate.signatures import launches, repeats_of_count, sections_from_kernels, sections_of
+from scaletrace.extrapolate.layers import Phase, Sections
+from scaletrace.extrapolate.signatures import launches, sections_from_kernels, sections_of
 from scaletrace.parse.events import Arg, Events, Lane
 from scaletrace.parse.job import RankTrace, Step
 from scaletrace.parse.load import load
@@ -60,16 +61,24 @@ def test_calls_are_joined_to_kernels_by_correlation_and_communication_is_left_ou
     assert letters[0] == letters[2] != letters[1]
 
 
-def test_a_stretch_of_so_many_equal_parts_is_found() -> None:
-    """The longest period that repeats as often as asked wins."""
-    tokens = np.array([9, 1, 1, 2, 1, 1, 2, 8], np.int32)
+@pytest.mark.parametrize(
+    ("folder", "layers", "kinds", "micro_batches"),
+    [
+        ("nanogpt8_h100", 10, 1, 1),  # compiled; one of its blocks has no attention and counts with the one before
+        ("lightllm8_h200-logs-run1", 61, 2, 1),  # one CUDA graph of DeepSeek-V3: 3 dense layers, 58 with experts
+        ("lightllm8_h200-logs_decode_overlap-run1", 61, 2, 2),  # the same with two batches in flight
+        ("dlrm8_v100", 0, 0, 1),  # towers of unequal products
+        ("torchrec4_v100-sst_long_a2a_optimizer_5-run1", 0, 0, 1),
+        ("torchrec4_v100-sst_long_a2a_optimizer_5_qcomm-run1", 0, 0, 1),
+    ],
+)
+def test_real_gpu_jobs_show_their_layers(
+    shared_data: Path, folder: str, layers: int, kinds: int, micro_batches: int
+) -> None:
+    """Public jobs without a named module show as many layers and kinds as their models have, on every rank alike."""
+    found = {
+        (s.layers, len({kind for kind in s.kind if kind}), s.micro_batches)
+        for s in map(sections_of, load(shared_data / "traces" / folder).ranks)
+    }
 
-    assert Repeats(1, 3, 2) == repeats_of_count(tokens, 2)
-    assert repeats_of_count(tokens, 4) is None
-
-
-def test_real_gpu_jobs_show_layers_by_their_kernels(shared_data: Path) -> None:
-    """A DLRM's dense layers are found on every rank alike although no operator repeats."""
-    found = {(s.rule, s.layers) for s in map(sections_of, load(shared_data / "traces" / "dlrm8_v100").ranks)}
-
-    assert {("repeated kernels", 3)} == found
+    assert {(layers, kinds, micro_batches)} == found

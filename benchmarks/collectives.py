@@ -172,6 +172,36 @@ def other_fits(table: Table) -> list[list[str]]:
     return out
 
 
+def coverage(table: Table) -> list[list[str]]:
+    """How often p5 to p95 holds the measured time, by how far it lies from thin and rich evidence of all kinds.
+
+    Evidence is every run of one to three neighbouring cluster sizes, with all messages, the large ones or the small.
+    """
+    ranks = sorted(set(table.ranks.tolist()))
+    middle = np.median(table.size)
+    far: list[Floats] = []
+    for first, width in ((first, width) for first in range(len(ranks)) for width in (1, 2, 3)):
+        here = np.isin(table.ranks, ranks[first : first + width])
+        for fitted in (here, here & (table.size >= middle), here & (table.size <= middle)):
+            if first + width > len(ranks) or fitted.sum() < 3:
+                continue
+            predicted, sigma = ours(table, fitted)
+            beyond = [
+                np.maximum(0, np.maximum(np.log2(what[fitted].min() / what), np.log2(what / what[fitted].max())))
+                for what in (table.size, table.ranks, table.size / table.ranks)
+            ]
+            error = np.abs(predicted / table.seconds - 1)
+            far.append(np.stack([np.max(beyond, axis=0), error, sigma])[:, ~fitted])
+    distance, error, sigma = np.concatenate(far, axis=1)
+    out = []
+    for low, high in ((0, 1), (1, 2), (2, 4), (4, 99)):
+        rows = (distance > low) & (distance <= high)
+        inside = np.mean(error[rows] <= 1.645 * sigma[rows])
+        where = f"more than {low}" + (f", up to {high}" if high < 99 else "")
+        out.append([table.name, where, f"{rows.sum():,}", f"{error[rows].mean():.1%}", f"{inside:.0%}"])
+    return out
+
+
 def by_part(table: Table) -> list[list[str]]:
     """How far predictions from the smallest sizes are off, by the bytes that a rank contributes."""
     part = table.size / table.ranks
@@ -218,6 +248,11 @@ def main() -> None:
         markdown(
             ["table", "fitted on", "mean error", "within 10 %", "in p5 to p95"],
             [row for table in all_tables for row in other_fits(table)],
+        ),
+        "## How well the band holds",
+        markdown(
+            ["table", "doublings beyond the evidence (bytes, ranks or bytes a rank)", "rows", "mean error", "in p5 to p95"],
+            [row for table in all_tables for row in coverage(table)],
         ),
         f"## Where the misses of the {gathers.name} lie",
         markdown(["bytes a rank contributes", "rows", "error of the prediction"], by_part(gathers)),

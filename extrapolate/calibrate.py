@@ -100,9 +100,10 @@ def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorith
     ranks = [item.ranks for item, _ in items]
     parts_bytes = [item.size_bytes / item.ranks for item, _ in items]
     local, remote, wire = np.exp(logs).tolist()
+    residual = float(np.median(error) * 1.4826)
     return Fit(
         local, remote, wire,
-        residual=float(np.median(error) * 1.4826),
+        residual=residual,
         count=len(items),
         sizes_bytes=(min(sizes), max(sizes)),
         ranks=(min(ranks), max(ranks)),
@@ -110,6 +111,7 @@ def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorith
         parts_bytes=(min(parts_bytes), max(parts_bytes)),
         members=(min(placed.local for _, placed in items), max(placed.local for _, placed in items)),
         top=max(placed.top for _, placed in items),
+        covariance=tuple(_covariance(chosen * np.exp(logs), weight, residual, prior_sd).ravel().tolist()),
     )  # fmt: skip
 
 
@@ -144,3 +146,13 @@ def _posterior(parts: Floats, seconds: Floats, weight: Floats, prior_sd: Floats)
         if np.max(np.abs(step)) < 1e-9:
             break
     return logs
+
+
+def _covariance(shares: Floats, weight: Floats, residual: float, prior_sd: Floats) -> Floats:
+    """Covariance of the logs of the multipliers, float64[3, 3]; shares float64[m, 3]: the corrected parts of each cost.
+
+    The noise is what the fit leaves over, but never taken to be less than NOISE.
+    """
+    scale = np.sqrt(weight / weight.mean()) / max(NOISE, residual)
+    slope = shares / shares.sum(axis=1)[:, None] * scale[:, None]
+    return np.asarray(np.linalg.inv(slope.T @ slope + np.diag(prior_sd**-2.0)))

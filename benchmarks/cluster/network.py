@@ -21,13 +21,17 @@ PERIOD_US = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """ranks on `racks` bridges; rate_mbit of every rank's link, uplink_mbit between racks; quota 0.1 = 10 % of a core."""
+    """ranks on `racks` bridges; rate_mbit of every rank's link, uplink_mbit between racks; quota 0.1 = 10 % of a core.
+
+    burst  what a link that was idle lets through at once; the less, the more it is like a cable, which lets through none
+    """
 
     ranks: int
     rate_mbit: float
     racks: int = 1
     uplink_mbit: float = 0.0
     quota: float = 0.0
+    burst: str = BURST
 
     def rack(self, rank: int) -> int:
         """Ranks fill one rack after the other."""
@@ -84,7 +88,7 @@ class Network:
             _run(f"ip link add tsup0 mtu {MTU} type veth peer name tsup1 mtu {MTU}")
             for rack in range(2):
                 _run(f"ip link set tsup{rack} master tsbr{rack} up")
-                _run(f"tc qdisc add dev tsup{rack} {_limit(spec.uplink_mbit)}")
+                _run(f"tc qdisc add dev tsup{rack} {_limit(spec.uplink_mbit, spec.burst)}")
         for rank in range(spec.ranks):
             _run(f"ip netns add tsN{rank}")
             _run(f"ip link add tsv{rank} mtu {MTU} type veth peer name eth0 mtu {MTU} netns tsN{rank}")
@@ -92,8 +96,8 @@ class Network:
             _run(f"ip -n tsN{rank} addr add 10.77.0.{rank + 1}/24 dev eth0")
             _run(f"ip -n tsN{rank} link set eth0 up")
             _run(f"ip -n tsN{rank} link set lo up")
-            _run(f"tc -n tsN{rank} qdisc add dev eth0 {_limit(spec.rate_mbit)}")
-            _run(f"tc qdisc add dev tsv{rank} {_limit(spec.rate_mbit)}")
+            _run(f"tc -n tsN{rank} qdisc add dev eth0 {_limit(spec.rate_mbit, spec.burst)}")
+            _run(f"tc qdisc add dev tsv{rank} {_limit(spec.rate_mbit, spec.burst)}")
             if spec.quota:
                 group = CPU_GROUP / f"r{rank}"
                 group.mkdir(parents=True, exist_ok=True)
@@ -114,8 +118,8 @@ class Network:
             _run(f"ip link del tsbr{rack}", check=False)
 
 
-def _limit(rate_mbit: float) -> str:
-    return f"root tbf rate {rate_mbit}mbit burst {BURST} latency {LATENCY}"
+def _limit(rate_mbit: float, burst: str) -> str:
+    return f"root tbf rate {rate_mbit}mbit burst {burst} latency {LATENCY}"
 
 
 def _run(command: str, check: bool = True) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+KEPT = Path(__file__).parent / "data" / "emulated_ddp_50mbit"
+"""What `run.py --keep` left of DDP at 50 Mbit/s on a quiet machine: the capture of 2 ranks, step times of 2, 4 and 8."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,37 @@ def test_four_ranks_follow_from_two(tmp_path: Path) -> None:
 
     assert low < predicted < high
     assert four.median_s == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_what_was_measured_once_is_still_predicted(ranks: int) -> None:
+    """From the kept capture of 2 ranks, the whole way: load, build, calibrate, stretch; within 5 % and inside the band."""
+    from benchmarks.cluster.run import CASES, kept, predict
+
+    case = CASES[0]
+    (two,), (measured, again) = kept(case, 2, KEPT), kept(case, ranks, KEPT)
+    low, predicted, high = predict(case, two, ranks)
+
+    assert again.median_s == pytest.approx(measured.median_s, rel=0.01)
+    assert measured.median_s == pytest.approx(predicted, rel=0.05)
+    assert low < measured.median_s < high
+
+
+def test_kept_runs_are_predicted_anew_without_network_or_root(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`--again DIR` says when and on what the measurements were made, and leaves out what is not there."""
+    from benchmarks import common
+    from benchmarks.cluster import run
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--again", str(KEPT)])
+
+    assert 0 == run.main()
+    text = capsys.readouterr().out
+    assert "Measured 2026-11-30 19:46 to 19:46 UTC on AMD EPYC, 2 cores, Linux" in text
+    assert ["2", "4", "8"] == [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| DDP")]
+    assert "FSDP2" not in text
 
 
 def test_racks_fill_one_after_the_other() -> None:

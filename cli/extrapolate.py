@@ -13,6 +13,7 @@ from scaletrace.cli.reading import read_job, reads_captures
 if TYPE_CHECKING:
     from scaletrace.extrapolate.calibrate import Evidence
     from scaletrace.extrapolate.curve import ScalingCurve
+    from scaletrace.extrapolate.energy import Prices
     from scaletrace.extrapolate.stragglers import Noise
     from scaletrace.parse.health import Health
 
@@ -25,6 +26,9 @@ _OVERLAP = typer.Option(help="How much slower compute runs beside a collective (
 _BUCKETS = typer.Option(help="DDP gradient buckets of this many MiB; default: measured.")
 _EVIDENCE = typer.Option(help="Output of nccl-tests as further evidence, as RANKS:FILE; may be repeated.")
 _FLOP = typer.Option(help="FLOP of one step on one GPU, for MFU; default: from shapes.")
+_PRICE = typer.Option(
+    help="Money per GPU-hour, for the cost of tokens: a number, or a YAML or JSON table by device (H100 SXM: 2.50)."
+)
 _KNEE = typer.Option(help="A doubling that gives less than this share of double is the knee.")
 _TIMELINES = typer.Option(help="Sizes whose predicted timeline is written beside it as a .pftrace, as 64,1024.")
 
@@ -43,6 +47,7 @@ def extrapolate(
     nccl_tests: Annotated[list[str] | None, _EVIDENCE] = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens of one step on one GPU, for tokens/s.")] = None,
     flop: Annotated[float | None, _FLOP] = None,
+    price: Annotated[str, _PRICE] = "",
     knee: Annotated[float, _KNEE] = 0.8,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where curve.json goes.")] = Path("curve.json"),
     timelines: Annotated[str, _TIMELINES] = "",
@@ -82,6 +87,7 @@ def extrapolate(
             "bucket_bytes": round(bucket_mb * 2**20) if bucket_mb is not None else None,
             "tokens_per_step_per_gpu": tokens,
             "flop_per_step_per_gpu": flop,
+            "prices": read_prices(price) if price else None,
             "knee_share": knee,
         }
         with progress("stretching the job", err):
@@ -126,6 +132,24 @@ def _noise(text: str) -> Noise:
         )
     except ValueError as error:
         raise UsageError(f"--noise: {error} (as in residual=0.02,static=0.01)") from error
+
+
+def read_prices(text: str) -> Prices:
+    """Prices from --price: a number, or the path of a YAML or JSON table."""
+    import yaml
+
+    from scaletrace.errors import InputError, UsageError
+    from scaletrace.extrapolate.energy import Prices
+
+    if not text.endswith((".yaml", ".yml", ".json")):
+        try:
+            return Prices.parse(float(text), "--price")
+        except ValueError:
+            raise UsageError(f"--price: {text!r} is neither a number nor a .yaml or .json file") from None
+    try:
+        return Prices.parse(yaml.safe_load(Path(text).read_text(encoding="utf-8")), f"--price {text}")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{text}: not a readable price table: {str(error).splitlines()[0]}") from error
 
 
 def _nccl_tests(entries: list[str]) -> tuple[list[Evidence], Health]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,26 +9,31 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.errors import InputError, UsageError
-from scaletrace.extrapolate import overlap
+from scaletrace.extrapolate import cautions, overlap
 from scaletrace.extrapolate.anatomy import dissect
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.compute import compute_nodes
-from scaletrace.extrapolate.costs import FAMILY, Calibration, collective_seconds
+from scaletrace.extrapolate.costs import Calibration, collective_seconds
 from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.flops import step_flop
+from scaletrace.extrapolate.footprint import Footprint, footprint_of
+from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layers import Phase
-from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of, measured_layout
+from scaletrace.extrapolate.layout import Layout, degrees, measured_layout
 from scaletrace.extrapolate.noise import measure_noise
+from scaletrace.extrapolate.origin import CPU, DEVICE_ERROR, Origin, on_network, origin_of
 from scaletrace.extrapolate.overlap import Slowdown
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.buckets import rebucket
 from scaletrace.extrapolate.rewrite.data import Shape
+from scaletrace.extrapolate.rewrite.device import move
 from scaletrace.extrapolate.rewrite.replicas import replicate
 from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks
 from scaletrace.extrapolate.rewrite.state import State, open_state
-from scaletrace.extrapolate.steps import step_times_ns
+from scaletrace.extrapolate.shards import ShardCopies, shard_copies
 from scaletrace.extrapolate.stragglers import PRIOR_NOISE, Folded, Noise, fold
+from scaletrace.extrapolate.strong import Batch, Retiming, batch_of, retiming_of
 from scaletrace.extrapolate.transfers import (
     evidence,
     instance_of_hubs,
@@ -40,36 +44,31 @@ from scaletrace.extrapolate.transfers import (
     with_sizes,
 )
 from scaletrace.parse.build import Built, build
-from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import Graph, GraphCollective, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
 from scaletrace.replay.engine import replay
-from scaletrace.replay.stragglers import stragglers
+from scaletrace.replay.steps import step_time_s, step_window
 from scaletrace.replay.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
 PRIOR_JITTER, PRIOR_STEPS = 0.02, 2
 """MLPerf's step times spread by 0.1 to 2 % (GPT-3 on H100, p05 to p95 of 0.4 to 6.8 %)."""
-DEVICES = (
-    (r"GB200", "gb200_nvl72"),
-    (r"B200", "dgx_b200"),
-    (r"H200", "dgx_h200"),
-    (r"H100", "dgx_h100"),
-    (r"A100", "dgx_a100"),
-    (r"V100", "dgx_v100"),
-    (r"MI300|MI325", "mi300x"),
-)
 
 
-def _with_version(cluster: Cluster, job: Job) -> Cluster:
-    """The cluster with the NCCL that the trace names."""
-    for rank in job.ranks:
-        info = rank.header.get("distributedInfo")
-        version = info.get("nccl_version") if isinstance(info, Mapping) else None
-        if isinstance(version, str) and re.fullmatch(r"\d+\.\d+(\.\d+)*", version):
-            return replace(cluster, nccl_version=version)
-    return cluster
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The measured step and what the replay of its own graph gives, seconds; both by the definition of replay.steps."""
+
+    gpus: int
+    steps: int
+    measured_s: float
+    replayed_s: float
+
+    @property
+    def error(self) -> float:
+        return self.replayed_s / self.measured_s - 1 if self.measured_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +77,19 @@ class Base:
 
     graph, dur_ns        as measured, every collective with a group and a size
     spread, spread_ns    the same with transfers taking turns on each rank's link, where ranks have one (gloo)
-    share                overlap of every kernel at the measured scale
+    share, plan          overlap of every kernel at the measured scale, and what of the structure it is asked of
     folded, chosen       the representative ranks for stragglers, and which nodes they are
     optimizer            which nodes work on parameters after the backward pass
-    step_s               median step of the plain replay: a floor for more ranks that do as much each
+    copies               which nodes copy shards into and out of what FSDP gathers
+    step_s               step of the plain replay (replay.steps): a floor for more ranks that do as much each
     jitter_s             spread of step times, drawn to a prior where few steps were seen
     rebuilt              what was changed before any stretching, so that even the measured size is modelled
-    model_error          relative error (1 sigma) of compute that was not measured in this layout
+    model_error          relative error (1 sigma) of compute that was not measured in this layout and on this device
+    origin, compute_moved  where the trace was recorded; whether its kernels were re-timed for the cluster's device
     tokens_per_step, flop_per_step  of one rank, None where neither the trace nor its manifest tells
+    fit                  the measured step and its replay
+    found                the transfers that the calibration rests on
+    batch, retiming      how a fixed global batch is divided; only where strong scaling was asked for
     """
 
     graph: Graph
@@ -98,32 +102,77 @@ class Base:
     calibration: Calibration
     slowdown: Slowdown
     share: Floats
+    plan: overlap.Plan
     noise: Noise
     folded: Folded
     chosen: BoolArray
     optimizer: BoolArray
+    copies: ShardCopies
     jitter_s: float
     step_s: float
+    origin: Origin
+    footprint: Footprint
+    fit: Fit
+    found: Sequence[Evidence] = ()
+    compute_moved: bool = False
     tokens_per_step: float | None = None
     flop_per_step: float | None = None
     rebuilt: str = ""
     model_error: float = 0.0
     units: Sequence[Sequence[Shape]] = ()
+    batch: Batch | None = None
+    retiming: Retiming | None = None
     health: Health = field(default_factory=Health)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user wants beside sizes; see curve.extrapolate."""
+
+    layout: Layout | None = None
+    bucket_bytes: int | None = None
+    noise: Noise | None = None
+    slowdown: float | None = None
+    units: Sequence[Sequence[Shape]] = ()
+    strong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What a job tells before its graph is made ready: all that `_assembled` needs beside graph, layout and marks."""
+
+    job: Job
+    asked: Asked
+    cluster: Cluster
+    calibration: Calibration
+    origin: Origin
+    fit: Fit
+    footprint: Footprint
+    found: Sequence[Evidence]
+    measured_ranks: int
+    measured_layout: Layout
+    moves_compute: bool
+    health: Health
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """What nodes are, for a graph whose nodes may be woven anew."""
+
+    optimizer: BoolArray
+    copies: ShardCopies
+    retiming: Retiming | None
+
+    def moved(self, origin: Int32Array) -> _Marks:
+        """The same for a graph whose node v was node origin[v] (-1: new)."""
+        here = origin >= 0
+        retiming = self.retiming.moved(origin) if self.retiming is not None else None
+        return _Marks(here & self.optimizer[origin], self.copies.moved(origin), retiming)
 
 
 def guess_cluster(job: Job) -> Cluster:
     """The catalog's cluster that fits what the trace says of its device; flat Ethernet for a job without one."""
-    names = " ".join(
-        str(device.get("name", ""))
-        for rank in job.ranks
-        for device in (rank.header.get("deviceProperties") or [])
-        if isinstance(device, dict)
-    )
-    for pattern, cluster in DEVICES:
-        if re.search(pattern, names):
-            return _with_version(Cluster.load(cluster), job)
-    return Cluster.load("gloo_10g" if job.backend in ("gloo", "mpi", "") and not names else "dgx_h100")
+    return origin_of(job).cluster
 
 
 def prepare(
@@ -136,58 +185,112 @@ def prepare(
     units: Sequence[Sequence[Shape]] = (),
     asked: Layout | None = None,
     bucket_bytes: int | None = None,
+    strong: bool = False,
 ) -> Base:
     """Everything that all points of a curve share; see curve.extrapolate for the options.
 
     asked         the layout that all sizes shall have: its axes other than dp and fsdp are made here, and so are the
                   all-reduces over replicas where an FSDP job becomes HSDP
     bucket_bytes  gradient buckets of another size than the measured ones
+    strong        the global batch will stay, so what a rank's batch holds is found out here
     """
     built = source if isinstance(source, Built) else build(source)
     if not len(built.graph):
         raise InputError("nothing to extrapolate: the trace holds no work that a graph could be built from")
     health = Health()
+    origin = origin_of(built.job)
+    if cluster is not None and origin.said(cluster):
+        health.note(origin.said(cluster))
     health.add(built.job.health)
     health.add(built.health)
     if cluster is None:
-        cluster = guess_cluster(built.job)
+        cluster = origin.cluster
         health.note(f"Cluster {cluster.name} is a guess from the trace; name another with --cluster.")
-    ranks = measured_ranks = max(built.job.world_size, len(real_ranks(built.graph)))
+    moves = origin.network_moves(cluster)
+    here = origin.cluster if moves else cluster
+    ranks = max(built.job.world_size, len(real_ranks(built.graph)))
     graph = with_groups(built.graph, ranks, health)
     graph = replace(graph, instance=instance_of_hubs(graph))
-    _, alone = _replayed(graph, cluster)
-    found = [*evidence(graph, alone), *more_evidence]
-    calibration = calibrate(found, cluster)
-    graph = with_sizes(graph, alone, cluster, health)
-    _warn(found, cluster, health)
+    _, alone = _replayed(graph, here)
+    more = list(more_evidence)
+    found = [*evidence(graph, alone), *([] if moves else more)]
+    calibration = calibrate(found, here)
+    graph = with_sizes(graph, alone, here, health)
     layout = measured_layout(graph, ranks)
-    optimizer = dissect(built).phase == Phase.OPTIMIZER
-    error = 0.0
+    cautions.axes(built.job, graph, layout, health)
+    anatomy = dissect(built)
+    footprint = footprint_of(built, graph, anatomy, layout, health)
+    if moves:
+        spent = np.where(graph.kind == NodeKind.TRANSFER, alone, graph.dur_ns)
+        graph = replace(graph, dur_ns=on_network(graph, spent, here, calibration, cluster))
+        calibration = calibrate(more, cluster)
+    cautions.costs(found if not moves else more, cluster, health)
+    measured = _Measured(
+        built.job, Asked(asked, bucket_bytes, noise, slowdown, units, strong), cluster, calibration, origin,
+        _fit(built, ranks), footprint, more if moves else found, ranks, layout,
+        origin.compute_moves(cluster), health,
+    )  # fmt: skip
     if asked is not None:
         _check_sharding(graph, asked, layout)
-    if asked is not None and _other_axes(asked, layout):
-        state = _relaid(replace(built, graph=graph), asked, layout, Network(cluster, calibration))
-        graph, layout, error = state.graph, state.layout, state.error
-        graph = replace(graph, instance=instance_of_hubs(graph))
-        optimizer, ranks = state.anatomy.phase == Phase.OPTIMIZER, layout.ranks
-        health.add(state.health)
-    if asked is not None and asked.fsdp > 1 and layout.fsdp > 1 and layout.dp == 1 and not _has_replicas(graph):
-        graph, optimizer = _with_replicas(graph, optimizer, health)
-    if bucket_bytes is not None:
-        graph, optimizer = _with_buckets(graph, optimizer, bucket_bytes, cluster, calibration, health)
-    _warn_data_axis(graph, health)
-    _warn_straggler(replay(built.graph), health)
-    base = _assembled(graph, optimizer, ranks, layout, cluster, calibration, health)
-    return replace(
-        base,
-        noise=noise or base.noise,
-        slowdown=base.slowdown if slowdown is None else Slowdown((slowdown, slowdown), {}, "given"),
-        tokens_per_step=_model(built.job, "tokens_per_step"),
-        flop_per_step=_model(built.job, "flops_per_step") or step_flop(built.job),
-        rebuilt="layout" if error or ranks != measured_ranks else "bucket size" if bucket_bytes is not None else "",
-        model_error=error,
-        units=units,
-    )
+    cautions.data_axis(graph, health)
+    cautions.straggler(replay(built.graph), health)
+    copies = shard_copies(built)
+    if not (strong or measured.moves_compute or (asked is not None and _other_axes(asked, layout))):
+        return _assembled(measured, graph, _Marks(anatomy.phase == Phase.OPTIMIZER, copies, None), layout, 0.0)
+    return _with_state(measured, replace(built, graph=graph), copies)
+
+
+def _with_state(measured: _Measured, built: Built, copies: ShardCopies) -> Base:
+    """The base of a job whose layout, device or batch changes: by way of a State, which knows what its nodes compute."""
+    asked, origin, cluster = measured.asked, measured.origin, measured.cluster
+    ceilings = Ceilings.of(origin.cluster.device) if origin.family and origin.family != CPU else None
+    state = open_state(built, measured.measured_layout, Network(cluster, measured.calibration), ceilings)
+    if asked.layout is not None and _other_axes(asked.layout, measured.measured_layout):
+        old = measured.measured_layout
+        target = replace(asked.layout.over(state.layout), dp=old.dp, fsdp=old.fsdp, zero=old.zero)
+        state = relayout(state, target)
+    if measured.moves_compute:
+        state = replace(move(state, Ceilings.of(cluster.device)), error=float(np.hypot(state.error, DEVICE_ERROR)))
+    measured.health.add(state.health)
+    by_row = copies.by_row(built.graph)
+
+    def assemble(state: State) -> Base:
+        graph = replace(state.graph, instance=instance_of_hubs(state.graph))
+        retiming = retiming_of(state) if asked.strong else None
+        marks = _Marks(state.anatomy.phase == Phase.OPTIMIZER, by_row(graph), retiming)
+        return _assembled(measured, graph, marks, state.layout, state.error)
+
+    base = assemble(state)
+    if not asked.strong:
+        return base
+    given = asked.layout is not None and asked.layout.mbs > 0
+    batch = batch_of(state, assemble, given)
+    if batch.unit != "samples":
+        measured.health.note(
+            f"Samples of a micro batch are not known; the global batch counts {batch.unit or 'micro batches alone'}, "
+            "so whether samples divide can't be checked. Give them with --layout mbs=…, or record attention's shapes."
+        )
+    batch.made[batch.micro_batches] = base
+    return replace(base, batch=batch)
+
+
+def of_micro_batches(base: Base, count: int) -> Base:
+    """The same job with `count` micro batches a step; made once for each number."""
+    from scaletrace.extrapolate.rewrite.batch import repeat_micro_batches
+
+    batch = base.batch
+    if batch is None or count == batch.micro_batches:
+        return base
+    if count not in batch.made:
+        batch.made[count] = replace(batch.assemble(repeat_micro_batches(batch.state, count)), batch=batch)
+    return batch.made[count]
+
+
+def _fit(built: Built, ranks: int) -> Fit:
+    """The measured step beside that of the plain replay."""
+    graph, measured, timeline = built.graph, built.measured, replay(built.graph)
+    seen = step_window(graph, measured.start_ns, measured.end_ns)
+    return Fit(ranks, len(seen.times_ns), seen.mean_ns * 1e-9, step_time_s(graph, timeline.start_ns, timeline.end_ns))
 
 
 def _check_sharding(graph: Graph, asked: Layout, measured: Layout) -> None:
@@ -205,12 +308,6 @@ def _other_axes(asked: Layout, measured: Layout) -> bool:
     return same != measured
 
 
-def _relaid(built: Built, asked: Layout, measured: Layout, network: Network) -> State:
-    """The measured job in the asked layout, with the measured degrees of the data axes."""
-    state = open_state(built, measured, network)
-    return relayout(state, replace(asked.over(state.layout), dp=measured.dp, fsdp=measured.fsdp, zero=measured.zero))
-
-
 def _replayed(graph: Graph, cluster: Cluster) -> tuple[Timeline, IntArray]:
     """The plain replay, and durations with transfers as they would be alone on their rank's link (int64[n])."""
     timeline = replay(graph)
@@ -219,20 +316,25 @@ def _replayed(graph: Graph, cluster: Cluster) -> tuple[Timeline, IntArray]:
     return timeline, graph.dur_ns
 
 
-def _assembled(
-    graph: Graph,
-    optimizer: BoolArray,
-    ranks: int,
-    layout: Layout,
-    cluster: Cluster,
-    calibration: Calibration,
-    health: Health,
-) -> Base:
+def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout, error: float) -> Base:
     """What the final graph tells of overlap, noise and jitter, beside what was found on the way."""
+    asked, cluster, health = measured.asked, measured.cluster, measured.health
+    if asked.layout is not None and asked.layout.fsdp > 1 and layout.fsdp > 1 and layout.dp == 1:
+        graph, marks = _with_replicas(graph, marks, health)
+    if asked.bucket_bytes is not None:
+        graph, marks = _with_buckets(graph, marks, asked.bucket_bytes, cluster, measured.calibration, health)
     timeline, alone = _replayed(graph, cluster)
-    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+    plan = overlap.plan(graph)
+    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns, made=plan)
     chosen = representatives(graph)
     spread = serialised(graph) if cluster.tiers[0].link is Link.TCP else graph
+    ranks = measured.measured_ranks if _same_degrees(layout, measured.measured_layout) else layout.ranks
+    slowdown = overlap.measure(graph, share, cluster.device.overlap_slowdown)
+    steps = step_window(graph, timeline.start_ns, timeline.end_ns)
+    job = measured.job
+    work = _work_ratio(measured, layout)
+    tokens = _model(job, "tokens_per_step")
+    flop = _model(job, "flops_per_step") or step_flop(job)
     return Base(
         graph=graph,
         dur_ns=graph.dur_ns,
@@ -241,16 +343,59 @@ def _assembled(
         ranks=ranks,
         layout=layout,
         cluster=cluster,
-        calibration=calibration,
-        slowdown=overlap.measure(graph, share, cluster.device.overlap_slowdown),
+        calibration=measured.calibration,
+        slowdown=slowdown if asked.slowdown is None else Slowdown((asked.slowdown, asked.slowdown), {}, "given"),
         share=share,
-        noise=_across_nodes(measure_noise(graph), ranks, cluster),
+        plan=plan,
+        noise=asked.noise or _across_nodes(measure_noise(graph), ranks, cluster),
         folded=fold(keep_nodes(spread, chosen)),
         chosen=chosen,
-        optimizer=optimizer,
-        jitter_s=_jitter_s(graph, timeline),
-        step_s=float(np.median(step_times_ns(graph, timeline.start_ns, timeline.end_ns))) * 1e-9,
+        optimizer=marks.optimizer,
+        copies=marks.copies,
+        jitter_s=_jitter_s(np.asarray(steps.times_ns * 1e-9, np.float64)),
+        step_s=steps.mean_ns * 1e-9,
+        origin=measured.origin,
+        footprint=measured.footprint,
+        fit=measured.fit,
+        found=measured.found,
+        compute_moved=measured.moves_compute,
+        tokens_per_step=tokens * work if tokens else None,
+        flop_per_step=flop * work if flop else None,
+        rebuilt=_rebuilt(measured, layout, error),
+        model_error=error,
+        units=asked.units,
+        retiming=marks.retiming,
         health=health,
+    )
+
+
+def _rebuilt(measured: _Measured, layout: Layout, error: float) -> str:
+    """What was changed before any stretching, "" for nothing."""
+    if measured.moves_compute:
+        return "device"
+    if error or not _same_degrees(layout, measured.measured_layout):
+        return "layout"
+    if measured.origin.network_moves(measured.cluster):
+        return "network"
+    return "bucket size" if measured.asked.bucket_bytes is not None else ""
+
+
+def _same_degrees(one: Layout, other: Layout) -> bool:
+    return degrees(one) == degrees(other)
+
+
+def _work_ratio(measured: _Measured, layout: Layout) -> float:
+    """How much more (tokens, FLOP) one rank does in a step of `layout` than it did where it was measured."""
+    was, now = measured.footprint.layout, layout
+    if not (was.mbs and now.mbs):
+        return (now.microbatches or 1) / (was.microbatches or 1) if now.microbatches and was.microbatches else 1.0
+    replica = (was.ranks / was.data_ranks) / (now.ranks / now.data_ranks)
+    return (
+        replica
+        * now.mbs
+        * (now.microbatches or 1)
+        * (now.seq or was.seq)
+        / (was.mbs * (was.microbatches or 1) * was.seq)
     )
 
 
@@ -259,20 +404,21 @@ def _has_replicas(graph: Graph) -> bool:
     return any(item.group >= 0 and graph.groups[item.group].axis == "dp" for item in graph.collectives)
 
 
-def _with_replicas(graph: Graph, optimizer: BoolArray, health: Health) -> tuple[Graph, BoolArray]:
-    """The graph with all-reduces over replicas, which move nothing yet, and the optimizer's nodes in it."""
+def _with_replicas(graph: Graph, marks: _Marks, health: Health) -> tuple[Graph, _Marks]:
+    """The graph with all-reduces over replicas, which move nothing yet, where it has none; and the marks of it."""
+    if _has_replicas(graph):
+        return graph, marks
     out = replicate(graph)
     count = (len(out) - len(graph)) // 2
-    health.guessed["all-reduces over replicas inserted behind reduce-scatters"] += count
-    marks = np.zeros(len(out), np.bool_)
-    marks[np.flatnonzero(~np.isin(out.instance, np.arange(len(graph.collectives), len(out.collectives))))] = optimizer
-    return out, marks
+    health.guessed["all-reduces over replicas inserted behind reduce-scatters"] = count
+    new = np.isin(out.instance, np.arange(len(graph.collectives), len(out.collectives)))
+    return out, marks.moved(np.where(new, -1, np.cumsum(~new) - 1).astype(np.int32))
 
 
 def _with_buckets(
-    graph: Graph, optimizer: BoolArray, size_bytes: int, cluster: Cluster, calibration: Calibration, health: Health
-) -> tuple[Graph, BoolArray]:
-    """The graph with other gradient buckets, and the optimizer's nodes in it."""
+    graph: Graph, marks: _Marks, size_bytes: int, cluster: Cluster, calibration: Calibration, health: Health
+) -> tuple[Graph, _Marks]:
+    """The graph with other gradient buckets, and the marks of its nodes."""
 
     def cost_ns(item: GraphCollective) -> float:
         group = graph.groups[item.group]
@@ -285,11 +431,11 @@ def _with_buckets(
     marked = replace(graph, layer=np.arange(len(graph), dtype=np.int32))
     out = rebucket(marked, size_bytes, cost_ns, health)
     if out is marked:
-        return graph, optimizer
-    health.guessed["gradient buckets merged or split"] += len(set(out.instance.tolist()) - set(graph.instance.tolist()))
+        return graph, marks
+    health.guessed["gradient buckets merged or split"] = len(set(out.instance.tolist()) - set(graph.instance.tolist()))
     origin = out.layer
     layer = graph.layer[origin] if len(graph.layer) else graph.layer
-    return replace(out, layer=layer), optimizer[origin]
+    return replace(out, layer=layer), marks.moved(origin)
 
 
 def _across_nodes(noise: Noise, ranks: int, cluster: Cluster) -> Noise:
@@ -303,12 +449,11 @@ def _across_nodes(noise: Noise, ranks: int, cluster: Cluster) -> Noise:
     return replace(noise, static_cv=static, source=f"{noise.source}; spread between nodes from the prior")
 
 
-def _jitter_s(graph: Graph, timeline: Timeline) -> float:
+def _jitter_s(times_s: Floats) -> float:
     """Standard deviation of step times, as if PRIOR_STEPS more steps had shown PRIOR_JITTER."""
-    times = step_times_ns(graph, timeline.start_ns, timeline.end_ns) * 1e-9
-    prior = PRIOR_JITTER * float(np.median(times))
-    seen = float(((times - np.median(times)) ** 2).sum())
-    return float(np.sqrt((PRIOR_STEPS * prior**2 + seen) / (PRIOR_STEPS + len(times) - 1)))
+    prior = PRIOR_JITTER * float(np.median(times_s))
+    seen = float(((times_s - np.median(times_s)) ** 2).sum())
+    return float(np.sqrt((PRIOR_STEPS * prior**2 + seen) / (PRIOR_STEPS + len(times_s) - 1)))
 
 
 def _model(job: Job, key: str) -> float | None:
@@ -316,50 +461,6 @@ def _model(job: Job, key: str) -> float | None:
     model = job.manifest.get("model")
     value = model.get(key) if isinstance(model, Mapping) else None
     return float(value) / max(1, job.world_size) if isinstance(value, int | float) and value > 0 else None
-
-
-def _warn(found: Sequence[Evidence], cluster: Cluster, health: Health) -> None:
-    if not found:
-        health.note("No transfer of the trace could be used for calibration: all communication costs are the prior's.")
-    elif cluster.tiers[0].link is Link.TCP:
-        health.note("Transfers are as measured between these ranks; on another network than theirs, give --cluster.")
-    if cluster.backend == "nccl" and found:
-        largest = max(item.ranks for item in found)
-        if largest <= cluster.node_size:
-            health.note(f"All measured groups fit one domain of {cluster.node_size}: costs beyond it are the prior's.")
-
-
-STANDS_OUT = 0.05
-"""A rank whose own delay takes this share of the measured time is named."""
-
-
-def _warn_straggler(timeline: Timeline, health: Health) -> None:
-    """Say so where a slow rank is stretched along: its delay shows as communication of the ranks that wait for it."""
-    worst = max(stragglers(timeline), key=lambda found: found.shorter_by_ns, default=None)
-    if worst is not None and worst.shorter_by_ns > STANDS_OUT * timeline.makespan_ns:
-        share = worst.shorter_by_ns / timeline.makespan_ns
-        health.note(
-            f"Rank {worst.rank} holds the job up for {share:.0%} of the measured time and is stretched along, as waiting "
-            f"that counts as communication; see what it costs with whatif --set rank{worst.rank}.delay=none."
-        )
-
-
-def has_data_axis(graph: Graph) -> bool:
-    """Whether any collective of the job belongs to a data axis, so that growing it costs something."""
-    axes = {axis_of(graph.groups[item.group].axis) for item in graph.collectives if item.group >= 0}
-    return bool(axes & set(DATA_AXES))
-
-
-def _warn_data_axis(graph: Graph, health: Health) -> None:
-    """Say so where growing the data axis would add ranks that never talk, or what they say has no cost model."""
-    unmodelled = sum(item.kind not in FAMILY for item in graph.collectives)
-    if unmodelled:
-        health.guessed["collectives of a kind without a cost model, which keep their measured time"] += unmodelled
-    if not has_data_axis(graph):
-        health.note(
-            "The trace holds no collective of a data axis, so more data-parallel ranks cost nothing here; "
-            "record the job with at least two of them to have gradients synchronised."
-        )
 
 
 def representatives(graph: Graph) -> BoolArray:

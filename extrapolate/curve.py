@@ -5,75 +5,113 @@ curve = extrapolate(built, cluster=Cluster.load("dgx_h100"), sizes=[8, 64, 512])
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.base import Base, has_data_axis, prepare
+from scaletrace.extrapolate.base import Base, prepare
+from scaletrace.extrapolate.bends import Bend, Level, dominates, grid, knee, rising
 from scaletrace.extrapolate.calibrate import Evidence
+from scaletrace.extrapolate.cautions import has_data_axis
 from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.energy import Prices
 from scaletrace.extrapolate.layout import Layout
-from scaletrace.extrapolate.point import Options, Point, evaluate, stretch
+from scaletrace.extrapolate.point import Core, Options, Point, core, point_of, stretch
 from scaletrace.extrapolate.rewrite.data import Shape
 from scaletrace.extrapolate.stragglers import Noise
+from scaletrace.extrapolate.strong import told_by_time
+from scaletrace.extrapolate.worth import Load, Worth, load_of, worth_measuring
 from scaletrace.parse.build import Built
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
 from scaletrace.replay.timeline import Timeline
 
 KNEE_SHARE = 0.8
-DOMINATES = 0.5
-MOST_SUGGESTIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingCurve:
     """Points by size, and what they say together.
 
-    knee_gpus            size from which doubling gives less than `knee_share` of double the throughput; None if never
-    comm_dominates_gpus  size from which exposed communication takes half of the step; None if never
-    benchmark_next       sizes whose measurement would narrow the bands most, best first
+    knee        size from which doubling gives less than `knee_share` of double the throughput
+    dominance   size from which exposed communication takes half of the step
+    evaluated_to  largest size that these two were looked for at: the grid does not depend on the sizes asked for
+    worth       sizes whose measurement would narrow the bands most, best first
+    left_out    sizes that the global batch can't be divided over, with the reason
     """
 
     points: tuple[Point, ...]
     base: Base
     options: Options
-    knee_gpus: int | None
-    comm_dominates_gpus: int | None
-    benchmark_next: tuple[int, ...]
+    knee: Bend = field(default_factory=Bend)
+    dominance: Bend = field(default_factory=Bend)
+    evaluated_to: int = 0
+    worth: tuple[Worth, ...] = ()
+    left_out: Mapping[int, str] = field(default_factory=dict)
     knee_share: float = KNEE_SHARE
 
     @property
     def health(self) -> Health:
         return self.base.health
 
+    @property
+    def knee_gpus(self) -> int | None:
+        return self.knee.gpus
+
+    @property
+    def comm_dominates_gpus(self) -> int | None:
+        return self.dominance.gpus
+
+    @property
+    def benchmark_next(self) -> tuple[int, ...]:
+        return tuple(each.gpus for each in self.worth)
+
     def to_json_parts(self) -> dict[str, Any]:
         """The parts of `extrapolate --json` between schema and health."""
+        base, origin = self.base, self.base.origin
+        limit = base.cluster.device.memory_bytes if any(p.memory_bytes is not None for p in self.points) else None
         return {
-            "cluster": self.base.cluster.name,
-            "measured_gpus": self.base.ranks,
-            "data_axis_seen": has_data_axis(self.base.graph),
+            "cluster": base.cluster.name,
+            "device": base.cluster.device.name,
+            "recorded_on": origin.name or origin.cluster.device.name,
+            "compute_is_of": base.cluster.device.name
+            if base.compute_moved or not origin.said(base.cluster)
+            else origin.name or origin.cluster.device.name,
+            "measured_gpus": base.ranks,
+            "measured": {
+                "gpus": base.fit.gpus,
+                "steps": base.fit.steps,
+                "step_time_s": base.fit.measured_s,
+                "replayed_step_time_s": base.fit.replayed_s,
+                "error": base.fit.error,
+            },
+            "data_axis_seen": has_data_axis(base.graph),
             "scaling": "weak" if self.options.weak else "strong",
             "points": [point.to_json() for point in self.points],
-            "knee_gpus": self.knee_gpus,
+            "left_out": [{"gpus": gpus, "reason": reason} for gpus, reason in sorted(self.left_out.items())],
+            "knee_gpus": self.knee.gpus,
+            "knee_range_gpus": self.knee.range,
             "knee_share": self.knee_share,
-            "comm_dominates_gpus": self.comm_dominates_gpus,
+            "comm_dominates_gpus": self.dominance.gpus,
+            "comm_dominates_range_gpus": self.dominance.range,
+            "evaluated_to_gpus": self.evaluated_to,
             "best_layout_by_gpus": {str(point.gpus): point.layout.to_json() or {"dp": 1} for point in self.points},
             "benchmark_next": list(self.benchmark_next),
+            "benchmark_next_narrows": {str(each.gpus): each.narrows for each in self.worth},
+            "memory_limit_bytes": limit,
             "noise": {
-                "residual_cv": self.base.noise.residual_cv,
-                "static_cv": self.base.noise.static_cv,
-                "tail": self.base.noise.tail,
-                "source": self.base.noise.source,
+                "residual_cv": base.noise.residual_cv,
+                "static_cv": base.noise.static_cv,
+                "tail": base.noise.tail,
+                "source": base.noise.source,
             },
             "overlap_slowdown": {
-                "waiting": self.base.slowdown.default[0],
-                "moving": self.base.slowdown.default[1],
-                "source": self.base.slowdown.source,
+                "waiting": base.slowdown.default[0],
+                "moving": base.slowdown.default[1],
+                "source": base.slowdown.source,
             },
         }
 
@@ -87,6 +125,8 @@ class ScalingCurve:
             row["layout"] = ",".join(f"{k}={v}" for k, v in row["layout"].items())
             row |= {f"exposed_{axis}": value for axis, value in row.pop("exposed_by_axis").items()}
             row |= {f"provenance_{part}": word for part, word in row.pop("provenance").items()}
+            row |= {f"retimed_{how}": share for how, share in row.pop("compute_retimed").items()}
+            row.pop("unknown")
             rows.append(row)
         return pd.DataFrame(rows)
 
@@ -110,18 +150,20 @@ def extrapolate(
     bucket_bytes: int | None = None,
     tokens_per_step_per_gpu: float | None = None,
     flop_per_step_per_gpu: float | None = None,
+    prices: Prices | None = None,
     knee_share: float = KNEE_SHARE,
 ) -> ScalingCurve:
     """Stretch a measured job to `sizes` ranks of a cluster (default: the one that the trace looks like).
 
     layout            degrees to use at every size, dp or the measured data axis filling up; default as measured
-    weak              keep each rank's work; False keeps the global batch
+    weak              keep each rank's work; False keeps the global batch: fewer micro batches, then smaller ones
     evidence          transfers measured elsewhere (nccl-tests) beside the trace's own
     noise             overrides what the trace tells of jitter and slow ranks
     overlap_slowdown  overrides what the trace tells of compute beside collectives (0.2 = 20 % slower)
     nics              how many of a node's NICs one group drives at most
     units             parameter shapes of each FSDP unit, for exact padding
     bucket_bytes      gradient buckets of DDP of at most this size, instead of the measured ones
+    prices            money per GPU-hour by device, for what a million tokens cost
     Raises UsageError for sizes or layouts that don't fit, InputError where the trace holds nothing to build on.
     """
     if not sizes or any(size < 1 for size in sizes):
@@ -135,90 +177,108 @@ def extrapolate(
         units=units,
         asked=layout,
         bucket_bytes=bucket_bytes,
+        strong=not weak,
     )
-    options = Options(layout, weak, nics, tokens_per_step_per_gpu, flop_per_step_per_gpu)
-    points = tuple(_rising([evaluate(base, size, options) for size in sorted(set(sizes))], base, weak))
+    if prices is not None:
+        prices.hour(base.cluster.device.name)
+    options = Options(layout, weak, nics, tokens_per_step_per_gpu, flop_per_step_per_gpu, prices)
+    asked = sorted(set(sizes))
+    walk = _walk(base, asked, options)
+    points = _lifted(walk, base, weak)
+    candidates = [load for load in walk.loads if load.gpus <= asked[-1]]
     return ScalingCurve(
         points=points,
         base=base,
         options=options,
-        knee_gpus=knee(points, knee_share, weak),
-        comm_dominates_gpus=dominates(points),
-        benchmark_next=benchmark_next(points, base.ranks),
+        knee=knee(walk.levels, knee_share, weak),
+        dominance=dominates(walk.levels),
+        evaluated_to=walk.levels[-1].gpus if walk.levels else asked[-1],
+        worth=worth_measuring(
+            [load for load in walk.loads if load.gpus in set(asked)],
+            candidates,
+            base.found,
+            base.cluster,
+            base.ranks,
+            base.calibration,
+            nics,
+        ),
+        left_out=walk.left_out,
         knee_share=knee_share,
     )
 
 
-def _rising(points: Sequence[Point], base: Base, weak: bool) -> list[Point]:
-    """Points whose step never falls with ranks under weak scaling: what fell is lifted to the size before, and counted."""
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What was found on the way through all sizes: the points asked for, the levels of the grid, loads, what failed."""
+
+    points: tuple[Point, ...]
+    levels: tuple[Level, ...]
+    loads: tuple[Load, ...]
+    left_out: Mapping[int, str]
+
+
+def _walk(base: Base, asked: Sequence[int], options: Options) -> _Walk:
+    """Evaluate the sizes asked for and those of the grid, each once.
+
+    A size of the grid that the layout or the batch does not fit is left out; so is one that was asked for where the
+    global batch stays and does not divide, unless none is left. Raises UsageError otherwise.
+    """
+    ladder = set(grid(base.ranks, asked[-1]))
+    points: list[Point] = []
+    levels: list[Level] = []
+    loads: list[Load] = []
+    left_out: dict[int, str] = {}
+    retimed = ""
+    for gpus in sorted(ladder | set(asked)):
+        try:
+            found = core(base, gpus, options)
+        except UsageError as error:
+            if gpus in asked:
+                if options.weak:
+                    raise
+                left_out[gpus] = str(error)
+            continue
+        error_s = 0.0
+        if gpus in asked:
+            points.append(point_of(base, found, options))
+            error_s = points[-1].comm_error_s
+            retimed = _retimed(found) or retimed
+        if gpus in asked or gpus <= asked[-1]:
+            loads.append(load_of(found.done.graph, found.done.plain_ns, gpus, found.total_s, error_s))
+        if gpus in ladder:
+            levels.append(Level(gpus, found.total_s, found.part.exposed * found.keep))
+    if not points:
+        raise UsageError(next(iter(left_out.values())))
+    if left_out:
+        names = ", ".join(map(str, left_out))
+        base.health.note(f"Left out: {names} GPUs, over which the global batch does not divide (see left_out).")
+    if retimed:
+        base.health.note(retimed)
+    return _Walk(tuple(points), tuple(rising(levels) if options.weak else levels), tuple(loads), left_out)
+
+
+def _retimed(found: Core) -> str:
+    """Which kernels a smaller micro batch shortened by their shapes, and which by time alone; "" where none was."""
+    done = found.done
+    if done.retimed is None or done.base.retiming is None:
+        return ""
+    sentence = f"Smaller micro batches at {found.gpus} GPUs: {done.retimed.by_shape:.0%} of the time that shrinks is "
+    sentence += "re-timed by the models of shapes"
+    if not done.retimed.by_time:
+        return sentence + "."
+    names = told_by_time(done.graph, done.base.retiming, done.plain_ns)
+    return f"{sentence}, {done.retimed.by_time:.0%} in proportion to time alone, for want of shapes ({names})."
+
+
+def _lifted(walk: _Walk, base: Base, weak: bool) -> tuple[Point, ...]:
+    """Points whose step never falls with ranks under weak scaling: what fell is lifted to the sizes before, and counted."""
     out: list[Point] = []
-    for point in points:
-        lift = out[-1].p50_s - point.p50_s if out and weak and out[-1].gpus >= base.ranks else 0.0
+    for point in walk.points:
+        below = [level.step_s for level in walk.levels if level.gpus <= point.gpus]
+        below += [other.p50_s for other in out if other.gpus >= base.ranks]
+        lift = max(below, default=0.0) - point.p50_s if weak else 0.0
         if lift > 1e-9 * point.p50_s:
             base.health.guessed["sizes whose step was lifted to that of the size before"] += 1
             point = replace(point, low_s=point.low_s + lift, p50_s=point.p50_s + lift, high_s=point.high_s + lift)
         out.append(point)
-    return out
-
-
-def _between(points: Sequence[Point], gpus: float, value: str) -> float:
-    """A value of the curve at any size inside it, linear in log size."""
-    xs = [math.log(point.gpus) for point in points]
-    ys = [getattr(point, value) for point in points]
-    x = math.log(gpus)
-    for i in range(len(xs) - 1):
-        if x <= xs[i + 1]:
-            share = (x - xs[i]) / (xs[i + 1] - xs[i])
-            return float(ys[i] + share * (ys[i + 1] - ys[i]))
-    return float(ys[-1])
-
-
-def knee(points: Sequence[Point], share: float, weak: bool) -> int | None:
-    """First size on the curve from which a doubling gives less than `share` of twice the throughput."""
-    for point in points:
-        if point.gpus * 2 > points[-1].gpus:
-            return None
-        later = _between(points, point.gpus * 2, "p50_s")
-        gain = point.p50_s / later if weak else point.p50_s / later / 2
-        if gain < share:
-            return point.gpus
-    return None
-
-
-def dominates(points: Sequence[Point]) -> int | None:
-    """Size at which exposed communication takes half of the step, between points by log size; None if it never does."""
-    for before, after in zip((None, *points), points, strict=False):
-        if after.exposed_comm_fraction < DOMINATES:
-            continue
-        if before is None:
-            return after.gpus
-        share = (DOMINATES - before.exposed_comm_fraction) / (
-            after.exposed_comm_fraction - before.exposed_comm_fraction
-        )
-        return round(math.exp(math.log(before.gpus) + share * math.log(after.gpus / before.gpus)))
-    return None
-
-
-def benchmark_next(points: Sequence[Point], measured: int) -> tuple[int, ...]:
-    """Sizes whose measurement would narrow the bands most for the ranks it takes.
-
-    A measured size replaces the communication error of its own point, and beyond it leaves only what grows from there:
-    each point's relative variance falls by the share that the doublings up to the benchmark contribute.
-    """
-    wide = [point for point in points if point.gpus > measured and point.comm_error_s > 0]
-    if not wide:
-        return ()
-    gains = []
-    for candidate in wide:
-        narrowed = 0.0
-        for point in wide:
-            variance = (point.comm_error_s / point.p50_s) ** 2
-            if candidate.gpus >= point.gpus:
-                left = 0.0 if candidate.gpus == point.gpus else 0.1
-            else:
-                left = math.log2(point.gpus / candidate.gpus) / math.log2(point.gpus / measured)
-            narrowed += variance * (1 - min(1.0, left))
-        gains.append((narrowed / math.log2(2 * candidate.gpus / measured), candidate.gpus))
-    best = max(gain for gain, _ in gains)
-    worth = [gpus for gain, gpus in sorted(gains, key=lambda pair: (-pair[0], pair[1])) if gain >= 0.5 * best]
-    return tuple(worth[:MOST_SUGGESTIONS])
+    return tuple(out)

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
+from typing import Any
 
 from scaletrace.errors import UsageError
 
 JOULES_PER_KWH = 3.6e6
+ANY_DEVICE = "*"
+"""Name in a price table that stands for every device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,43 @@ class Prices:
     """Power drawn by the site over power drawn by the GPUs (PUE and the rest of the node)."""
 
     def hour(self, device: str) -> float:
-        """Price of one hour of `device`; raises UsageError naming what the table has."""
-        if device not in self.gpu_hour:
+        """Price of one hour of `device`, in any case of letters; raises UsageError naming what the table has."""
+        if ANY_DEVICE in self.gpu_hour:
+            return self.gpu_hour[ANY_DEVICE]
+        found = {name.casefold(): price for name, price in self.gpu_hour.items()}
+        if device.casefold() not in found:
             known = ", ".join(self.gpu_hour) or "nothing"
             raise UsageError(f"no price for {device!r}; the price table has {known}")
-        return self.gpu_hour[device]
+        return found[device.casefold()]
+
+    @staticmethod
+    def parse(value: Any, where: str = "prices") -> Prices:
+        """Prices from one number (money per GPU-hour of any device) or a table.
+
+        A table maps names of devices to money per GPU-hour, either itself or under `gpu_hour`, beside which `kwh` and
+        `overhead` may stand. Raises UsageError naming `where` and the entry that is wrong.
+        """
+        if not isinstance(value, Mapping):
+            return Prices({ANY_DEVICE: _price(value, where, "the price")})
+        nested = isinstance(value.get("gpu_hour"), Mapping)
+        table = value["gpu_hour"] if nested else {k: v for k, v in value.items() if k not in ("kwh", "overhead")}
+        unknown = set(value) - {"gpu_hour", "kwh", "overhead"} if nested else set()
+        if unknown or not table:
+            wrong = f"no {min(map(str, unknown))!r} in a price table" if unknown else "no device has a price"
+            raise UsageError(
+                f"{where}: {wrong}; give `gpu_hour: {{H100 SXM: 2.50}}`, and `kwh` and `overhead` if you like"
+            )
+        prices = {str(name): _price(price, where, str(name)) for name, price in table.items()}
+        overhead = _price(value.get("overhead", 1.0), where, "overhead")
+        return Prices(prices, _price(value.get("kwh", 0.0), where, "kwh"), overhead)
+
+
+def _price(value: Any, where: str, name: str) -> float:
+    """A number that a price can be."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
+    if not (isfinite(number) and number >= 0):
+        raise UsageError(f"{where}: {name} is {value!r}; a price is a number of 0 or more")
+    return float(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +106,18 @@ def economy(tokens_per_s: float, power_W: float, device: str = "", prices: Price
         raise UsageError(f"tokens/s {tokens_per_s} and power {power_W} W must be positive")
     cost = None
     if prices is not None:
-        energy_kwh = power_W * prices.overhead / tokens_per_s / JOULES_PER_KWH
-        cost = 1e6 * (prices.hour(device) / 3600 / tokens_per_s + energy_kwh * prices.kwh)
+        cost, _ = money_per_million_tokens(tokens_per_s, power_W, device, prices)
     return Economy(power_W, tokens_per_s / power_W, cost)
+
+
+def money_per_million_tokens(
+    tokens_per_s: float, power_W: float | None, device: str, prices: Prices
+) -> tuple[float | None, str]:
+    """(cost of a million tokens of one GPU, ""), or (None, the reason) where energy is to be paid and not known."""
+    hours = prices.hour(device) / 3600 / tokens_per_s
+    if not prices.kwh:
+        return 1e6 * hours, ""
+    if power_W is None:
+        return None, f"energy has a price, and the power of {device} is not known"
+    energy_kwh = power_W * prices.overhead / tokens_per_s / JOULES_PER_KWH
+    return 1e6 * (hours + energy_kwh * prices.kwh), ""

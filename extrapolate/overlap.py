@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scaletrace.extrapolate.compute import device_lanes
+from scaletrace.extrapolate.compute import compute_nodes, device_lanes
 from scaletrace.jit import jit
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, NodeKind
@@ -80,25 +80,59 @@ class Stays:
     high_ns: IntArray
 
 
-def resident(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> Stays:
-    """Every member's stay, from its arrival to the end of its transfer."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of a graph's structure overlap is asked of, found once for all durations and sizes.
+
+    transfers int64[t]: every TRANSFER node;  source, target int64[e]: arrivals and the transfers (positions) they lead to
+    kernels   by rank the kernels on a device, int64;  compute: by rank what computes (compute.compute_nodes)
+    """
+
+    transfers: IntArray
+    source: IntArray
+    target: IntArray
+    kernels: Mapping[int, IntArray]
+    compute: Mapping[int, IntArray]
+
+
+def plan(graph: Graph) -> Plan:
+    """The plan of a graph."""
     nodes = np.flatnonzero(graph.kind == NodeKind.TRANSFER)
-    begin = start_ns.copy()
     into = graph.edge_dst
     own = (graph.kind[into] == NodeKind.TRANSFER) & (graph.kind[graph.pred] == NodeKind.ARRIVE)
     own &= graph.rank[graph.pred] == graph.rank[into]
-    np.minimum.at(begin, into[own], start_ns[graph.pred[own]])
+    kernels = np.flatnonzero((graph.kind == NodeKind.KERNEL) & device_lanes(graph))
+    return Plan(
+        nodes,
+        graph.pred[own].astype(np.int64),
+        np.searchsorted(nodes, into[own]),
+        _by_rank(graph, kernels),
+        _by_rank(graph, np.flatnonzero(compute_nodes(graph))),
+    )
+
+
+def _by_rank(graph: Graph, nodes: IntArray) -> dict[int, IntArray]:
+    rank = graph.rank[nodes]
+    return {int(each): nodes[rank == each] for each in np.flatnonzero(np.bincount(rank[rank >= 0]))}
+
+
+def resident(graph: Graph, start_ns: IntArray, end_ns: IntArray, made: Plan | None = None) -> Stays:
+    """Every member's stay, from its arrival to the end of its transfer."""
+    made = made or plan(graph)
+    nodes = made.transfers
+    begin = start_ns[nodes].copy()
+    np.minimum.at(begin, made.target, start_ns[made.source])
     return Stays(
         graph.rank[nodes].astype(np.int64),
         graph.instance[nodes].astype(np.int64),
-        begin[nodes],
+        begin,
         start_ns[nodes],
         end_ns[nodes],
     )
 
 
 def overlap_share(
-    graph: Graph, start_ns: IntArray, end_ns: IntArray, moving: Floats | None = None
+    graph: Graph, start_ns: IntArray, end_ns: IntArray, moving: Floats | None = None, made: Plan | None = None
 ) -> npt.NDArray[np.float64]:
     """Shares of every device kernel beside a waiting and beside a moving collective of its rank; float64[n, 2].
 
@@ -106,10 +140,9 @@ def overlap_share(
     all of it); the rest counts as waiting. Where several transfers overlap, the first counts.
     """
     out = np.zeros((len(graph), 2))
-    kernels = np.flatnonzero((graph.kind == NodeKind.KERNEL) & device_lanes(graph))
-    stays = resident(graph, start_ns, end_ns)
-    for rank in np.unique(graph.rank[kernels]):
-        mine = kernels[graph.rank[kernels] == rank]
+    made = made or plan(graph)
+    stays = resident(graph, start_ns, end_ns, made)
+    for rank, mine in made.kernels.items():
         stay = np.flatnonzero(stays.rank == rank)
         order = stay[np.argsort(stays.moving_ns[stay], kind="stable")]
         reached = np.maximum.accumulate(stays.high_ns[order]) if len(order) else np.zeros(0, np.int64)
@@ -197,6 +230,16 @@ def _drawn(rows: Sequence[Pair], prior: float) -> float:
 
 def apply(dur_ns: IntArray, kappa: Floats, was: Floats, now: Floats) -> IntArray:
     """Durations with the overlap `was` taken out and `now` put in (float64[n, 2]); bits stay where the overlap does."""
-    same = (was == now).all(axis=1)
-    scaled = dur_ns * (1 + (kappa * now).sum(axis=1)) / (1 + (kappa * was).sum(axis=1))
-    return np.where(same, dur_ns, np.round(scaled)).astype(np.int64)
+    out = dur_ns.copy()
+    _apply(out, kappa, was, now)
+    return out
+
+
+@jit
+def _apply(dur_ns: IntArray, kappa: Floats, was: Floats, now: Floats) -> None:
+    for v in range(len(dur_ns)):
+        if was[v, 0] == now[v, 0] and was[v, 1] == now[v, 1]:
+            continue
+        before = 1 + (kappa[v, 0] * was[v, 0] + kappa[v, 1] * was[v, 1])
+        after = 1 + (kappa[v, 0] * now[v, 0] + kappa[v, 1] * now[v, 1])
+        dur_ns[v] = np.int64(np.round(dur_ns[v] * after / before))

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from scaletrace.errors import UsageError
 from scaletrace.extrapolate import overlap
-from scaletrace.extrapolate.base import Base
+from scaletrace.extrapolate.base import Base, of_micro_batches
 from scaletrace.extrapolate.columns import BOTH, INNER, NONE, OUTER
 from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import Provenance
+from scaletrace.extrapolate.energy import PowerModel, Prices, money_per_million_tokens
 from scaletrace.extrapolate.layout import Layout, scaled
 from scaletrace.extrapolate.rewrite.data import resize
-from scaletrace.extrapolate.steps import Shares, shares, step_times_ns, step_window
+from scaletrace.extrapolate.steps import Shares, shares
 from scaletrace.extrapolate.stragglers import Population, expected_step_ns
+from scaletrace.extrapolate.strong import Retimed, Share, with_activations
 from scaletrace.extrapolate.transfers import Scaled, rescale
 from scaletrace.parse.events import BoolArray, ByteArray, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.replay.engine import replay
+from scaletrace.replay.steps import step_time_s
 from scaletrace.replay.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -32,7 +36,8 @@ PRIOR_NOISE_FACTOR, MEASURED_NOISE_FACTOR = 1.0, 0.35
 PRIOR_OVERLAP_FACTOR, MEASURED_OVERLAP_FACTOR = 0.5, 0.2
 """Relative uncertainty (one sigma) of straggler loss and of overlap slowdown, where each is a prior or measured."""
 FLOOR_NS = 2_000
-"""No kernel gets shorter than this when its batch shrinks: a launch's worth of work."""
+"""No kernel gets shorter than this when its shard shrinks: a launch's worth of work."""
+POWER = PowerModel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Options:
     nics: int | None = None
     tokens_per_step: float | None = None
     flop_per_step: float | None = None
+    prices: Prices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class Point:
     """One size. Seconds a step; fractions of the step; bands are p5, p50 and p95.
 
     ideal_overlap_s  the step if more overlap cost compute nothing more than it did where it was measured
+    retimed          shares of compute time that were re-timed "by_shape" and "by_time" for a smaller micro batch
+    unknown          for each number that is None the reason
     """
 
     gpus: int
@@ -68,9 +76,16 @@ class Point:
     comm_error_s: float
     tokens_per_s_per_gpu: float | None = None
     mfu: float | None = None
+    bubble_fraction: float | None = None
+    memory_bytes: float | None = None
+    power_W_per_gpu: float | None = None
+    tokens_per_J: float | None = None
+    money_per_million_tokens: float | None = None
+    retimed: Mapping[str, float] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The point as docs/cli.md shows it; what isn't known is null."""
+        """The point as docs/reference/json.md shows it; what isn't known is null, and `unknown` says why."""
         return {
             "gpus": self.gpus,
             "layout": self.layout.to_json() or {"dp": 1},
@@ -81,56 +96,110 @@ class Point:
             "compute_fraction": self.compute_fraction,
             "exposed_comm_fraction": self.exposed_comm_fraction,
             "exposed_by_axis": dict(self.exposed_by_axis),
-            "bubble_fraction": None,
+            "bubble_fraction": self.bubble_fraction,
             "straggler_fraction": self.straggler_fraction,
-            "memory_bytes": None,
-            "power_W_per_gpu": None,
+            "memory_bytes": self.memory_bytes,
+            "power_W_per_gpu": self.power_W_per_gpu,
+            "tokens_per_J": self.tokens_per_J,
+            "money_per_million_tokens": self.money_per_million_tokens,
             "dominant": self.dominant,
             "provenance": dict(self.provenance),
+            "compute_retimed": dict(self.retimed),
+            "unknown": dict(self.unknown),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Stretched:
-    """A graph at another size with its durations, replayed."""
+    """A graph at another size with its durations, replayed; `base` is the one it was stretched from.
+
+    plain_ns   durations before the overlap slowed compute;  part, retimed  of the global batch, where that stays
+    """
 
     graph: Graph
     scaled: Scaled
     timeline: Timeline
     ideal: Timeline
+    base: Base
+    plain_ns: IntArray
+    part: Share | None = None
+    retimed: Retimed | None = None
 
 
 def stretch(base: Base, gpus: int, options: Options) -> tuple[Layout, Stretched]:
-    """Rewrite to `gpus` ranks, rescale transfers, then let the overlap slow compute until both agree."""
+    """Rewrite to `gpus` ranks, rescale transfers, then let the overlap slow compute until both agree.
+
+    Raises UsageError for a size that the layout, or a fixed global batch, does not fit.
+    """
     layout = scaled(base.layout, gpus, options.layout.over(base.layout) if options.layout else None)
-    same = layout == base.layout
+    part = retimed = None
+    if not options.weak and base.batch is None:
+        raise UsageError("a base for strong scaling is made with prepare(…, strong=True), which finds out the batch")
+    if not options.weak and base.batch is not None and layout.data_ranks != base.layout.data_ranks:
+        part = base.batch.share(layout.data_ranks, gpus)
+        base = of_micro_batches(base, part.micro_batches)
+        layout = _with_share(layout, base, part)
+    same = (layout.dp, layout.fsdp) == (base.layout.dp, base.layout.fsdp) and part is None
     old, dur_ns = (base.graph, base.dur_ns) if same else (base.spread, base.spread_ns)
     new = resize(old, base.layout, layout, base.units)
+    if part is not None and part.factor != 1.0:
+        new = with_activations(new, part.factor)
     change = rescale(old, new, dur_ns, base.cluster, base.calibration, options.nics)
-    if not options.weak and not same:
-        change = replace(change, dur_ns=_smaller(base, change.dur_ns, ~base.optimizer, base.ranks / gpus))
-    if layout.shards != base.layout.shards:
-        shard = base.layout.shards / layout.shards
-        change = replace(change, dur_ns=_smaller(base, change.dur_ns, base.optimizer, shard))
-    ideal = replay(new, change.dur_ns)
-    timeline, durations = ideal, change.dur_ns
-    kappa = base.slowdown.per_node(new)
+    plain = change.dur_ns
+    if part is not None and part.factor != 1.0 and base.retiming is not None:
+        retimed = base.retiming.apply(plain, part.factor)
+        plain = retimed.dur_ns
+    if not same:
+        plain = _other_shards(base, old, new, plain, base.layout.shards / layout.shards)
+    ideal = replay(new, plain)
+    timeline, durations = ideal, plain
     if not same and base.share.any():
+        kappa = base.slowdown.per_node(new)
         for _ in range(SWEEPS):
-            share = overlap.overlap_share(new, timeline.start_ns, timeline.end_ns, change.moving)
-            durations = overlap.apply(change.dur_ns, kappa, base.share, share)
+            share = overlap.overlap_share(new, timeline.start_ns, timeline.end_ns, change.moving, base.plan)
+            durations = overlap.apply(plain, kappa, base.share, share)
             timeline = replay(new, durations)
-    return layout, Stretched(new, replace(change, dur_ns=durations), timeline, ideal)
+    change = replace(change, dur_ns=durations)
+    return layout, Stretched(new, change, timeline, ideal, base, plain, part, retimed)
+
+
+def _with_share(layout: Layout, base: Base, part: Share) -> Layout:
+    """The layout with what a rank of it does in a step."""
+    samples = part.samples if base.batch is not None and base.batch.unit == "samples" else layout.mbs
+    return replace(layout, mbs=samples, microbatches=part.micro_batches)
+
+
+def _other_shards(base: Base, old: Graph, new: Graph, dur_ns: IntArray, shard: float) -> IntArray:
+    """Work on shards in proportion to them: the optimizer's, and FSDP's copies into gathers; copies of whole units by
+    their padding. `shard` is the new shard over the old one."""
+    out = dur_ns
+    if shard != 1.0:
+        out = _smaller(base, out, base.optimizer, shard)
+    was, now = _gathered(old), _gathered(new)
+    if was[0] and was != now:
+        out = _smaller(base, out, base.copies.into, now[0] / was[0])
+        out = _smaller(base, out, base.copies.whole, now[1] / was[1])
+    return out
+
+
+def _gathered(graph: Graph) -> tuple[int, int]:
+    """Bytes that go into and come out of all gathers of shards on one rank."""
+    found = [
+        item
+        for item in graph.collectives
+        if item.kind == "all_gather" and item.group >= 0 and graph.groups[item.group].axis == "fsdp"
+    ]
+    return sum(max(0, item.bytes_in) for item in found), sum(max(0, item.bytes_out) for item in found)
 
 
 def _smaller(base: Base, dur_ns: IntArray, where: BoolArray, factor: float) -> IntArray:
-    """Compute at `where` for `factor` times the samples or parameters: in proportion, but no shorter than a launch's worth."""
+    """Compute at `where` for `factor` times the bytes: in proportion, but no shorter than a launch's worth."""
     work = compute_nodes(base.graph) & where
     return np.where(work, np.maximum(np.minimum(dur_ns, FLOOR_NS), np.round(dur_ns * factor).astype(np.int64)), dur_ns)
 
 
 def _step_s(graph: Graph, timeline: Timeline) -> float:
-    return float(np.median(step_times_ns(graph, timeline.start_ns, timeline.end_ns))) * 1e-9
+    return step_time_s(graph, timeline.start_ns, timeline.end_ns)
 
 
 def straggler_s(base: Base, graph: Graph, gpus: int, dur_ns: IntArray, steps: int) -> float:
@@ -170,8 +239,30 @@ def spread_of(graph: Graph, ranks: int, classes: int) -> tuple[Population, ByteA
     return Population(max(1, total // inner), inner), reach
 
 
-def evaluate(base: Base, gpus: int, options: Options) -> Point:
-    """One point of the curve."""
+@dataclass(frozen=True, slots=True)
+class Core:
+    """What decides where a curve bends: the step and its parts at a size, without bands, power or memory."""
+
+    gpus: int
+    layout: Layout
+    done: Stretched
+    step_s: float
+    ideal_s: float
+    lost_s: float
+    part: Shares
+
+    @property
+    def total_s(self) -> float:
+        return self.step_s + self.lost_s
+
+    @property
+    def keep(self) -> float:
+        """What of the whole is not lost to stragglers."""
+        return self.step_s / self.total_s if self.total_s else 1.0
+
+
+def core(base: Base, gpus: int, options: Options) -> Core:
+    """The step at a size and what it is made of. Raises UsageError where the size does not fit."""
     layout, done = stretch(base, gpus, options)
     graph, timeline = done.graph, done.timeline
     step_s, ideal_s = _step_s(graph, timeline), _step_s(graph, done.ideal)
@@ -179,40 +270,128 @@ def evaluate(base: Base, gpus: int, options: Options) -> Point:
         # More ranks never help under weak scaling; only less intense transfers beside compute would say so.
         step_s = max(step_s, base.step_s)
     all_steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
-    lost_s = straggler_s(base, graph, gpus, done.scaled.dur_ns, all_steps)
-    comm_low, comm_high = _communication_band(graph, done.scaled, step_s)
+    lost_s = straggler_s(done.base, graph, gpus, done.scaled.dur_ns, all_steps)
+    part = shares(graph, timeline.start_ns, timeline.end_ns, done.base.plan)
+    return Core(gpus, layout, done, step_s, ideal_s, lost_s, part)
+
+
+def evaluate(base: Base, gpus: int, options: Options) -> Point:
+    """One point of the curve."""
+    return point_of(base, core(base, gpus, options), options)
+
+
+def point_of(base: Base, found: Core, options: Options) -> Point:
+    """The point with its band, and with what power, memory and money follow."""
+    done, part, keep, total = found.done, found.part, found.keep, found.total_s
+    step_s, lost_s = found.step_s, found.lost_s
+    comm_low, comm_high = _communication_band(done, step_s)
     noise_sigma = lost_s * (PRIOR_NOISE_FACTOR if "prior" in base.noise.source else MEASURED_NOISE_FACTOR)
     known = base.slowdown.pairs > 0 or base.slowdown.source == "given"
-    overlap_sigma = (step_s - ideal_s) * (MEASURED_OVERLAP_FACTOR if known else PRIOR_OVERLAP_FACTOR)
-    noise_sigma = float(np.hypot(noise_sigma, base.model_error * step_s))
+    overlap_sigma = (step_s - found.ideal_s) * (MEASURED_OVERLAP_FACTOR if known else PRIOR_OVERLAP_FACTOR)
+    model_error = float(np.hypot(base.model_error, done.retimed.error if done.retimed else 0.0))
+    noise_sigma = float(np.hypot(noise_sigma, model_error * step_s))
     common = (SIGMAS * noise_sigma) ** 2 + (SIGMAS * overlap_sigma) ** 2 + (SIGMAS * base.jitter_s) ** 2
-    total = step_s + lost_s
-    part = shares(graph, timeline.start_ns, timeline.end_ns)
-    keep = step_s / total if total else 1.0
     tokens = options.tokens_per_step or base.tokens_per_step
     flop = options.flop_per_step or base.flop_per_step
-    scale = 1.0 if options.weak else base.ranks / gpus
+    # Under strong scaling a rank's share of the samples shrinks as ranks that take samples are added.
+    scale = 1.0 if done.part is None else base.layout.data_ranks / found.layout.data_ranks
+    rate = tokens * scale / total if tokens and total else None
+    more, unknown = _beside(base, found, options, rate)
     return Point(
-        gpus=gpus,
-        layout=layout,
+        gpus=found.gpus,
+        layout=found.layout,
         low_s=max(total - float(np.hypot(comm_low, common**0.5)), 0.0),
         p50_s=total,
         high_s=total + float(np.hypot(comm_high, common**0.5)),
-        ideal_overlap_s=ideal_s + lost_s,
+        ideal_overlap_s=found.ideal_s + lost_s,
         compute_fraction=part.compute * keep,
         exposed_comm_fraction=part.exposed * keep,
         exposed_by_axis={axis: value * keep for axis, value in part.by_axis.items()},
         straggler_fraction=lost_s / total if total else 0.0,
         dominant=_dominant(part, keep, 1 - keep),
-        provenance=_provenance(base, done.scaled, gpus),
+        provenance=_provenance(base, done, found.gpus, more),
         comm_error_s=max(comm_low, comm_high),
-        tokens_per_s_per_gpu=tokens * scale / total if tokens and total else None,
+        tokens_per_s_per_gpu=rate,
         mfu=flop * scale / total / base.cluster.device.bf16_flops if flop and total else None,
+        retimed={"by_shape": done.retimed.by_shape, "by_time": done.retimed.by_time} if done.retimed else {},
+        unknown=unknown,
+        **more,
     )
 
 
-def _communication_band(graph: Graph, change: Scaled, step_s: float) -> tuple[float, float]:
+def _beside(
+    base: Base, found: Core, options: Options, tokens_per_s: float | None
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """Memory, power, energy, money and bubble of a point, and for each that is not known the reason."""
+    unknown: dict[str, str] = {}
+    memory, reason = base.footprint.at(_memory_layout(base, found))
+    unknown["memory_bytes"] = reason
+    device = base.cluster.device
+    power = None
+    if device.power_W is None:
+        unknown["power_W_per_gpu"] = f"the power of {device.name} is not known; give power_W in a cluster's YAML"
+    else:
+        rate = _compute_rate(found)
+        power = POWER.power_W(device.power_W, min(1.0, rate), min(1.0, found.part.resident * found.keep))
+    money = None
+    if tokens_per_s is None:
+        unknown["tokens_per_J"] = unknown["money_per_million_tokens"] = "tokens of a step are not known; give --tokens"
+    elif power is None:
+        unknown["tokens_per_J"] = unknown["power_W_per_gpu"]
+    if options.prices is None:
+        unknown["money_per_million_tokens"] = "no price was given; give --price"
+    elif tokens_per_s is not None:
+        money, reason = money_per_million_tokens(tokens_per_s, power, device.name, options.prices)
+        unknown["money_per_million_tokens"] = reason
+    bubble, reason = bubble_fraction(found.done.graph, found.layout, found.part, found.keep)
+    unknown["bubble_fraction"] = reason
+    values = {
+        "memory_bytes": memory,
+        "power_W_per_gpu": power,
+        "tokens_per_J": tokens_per_s / power if tokens_per_s is not None and power else None,
+        "money_per_million_tokens": money,
+        "bubble_fraction": bubble,
+    }
+    return values, {name: text for name, text in unknown.items() if values[name] is None}
+
+
+def _memory_layout(base: Base, found: Core) -> Layout:
+    """The layout whose activations a rank holds; where only rows are known the sequence stands for the samples."""
+    part, measured = found.done.part, base.footprint.layout
+    if part is None or part.factor == 1.0 or (base.batch is not None and base.batch.unit == "samples"):
+        return found.layout
+    seq = found.layout.seq or measured.seq
+    return replace(found.layout, seq=max(1, round(seq * part.factor))) if seq else found.layout
+
+
+def _compute_rate(found: Core) -> float:
+    """Share of the step in which kernels advance at the rate they have without a collective beside them."""
+    graph, done = found.done.graph, found.done
+    work = compute_nodes(graph)
+    base = done.base
+    slowed = done.scaled.dur_ns[work].astype(np.float64)
+    # Measured durations hold the slowdown of the measured overlap, so both are taken out.
+    kappa = (base.slowdown.per_node(graph)[work] * base.share[work]).sum(axis=1)
+    free = done.plain_ns[work] / (1 + kappa)
+    return found.part.compute * found.keep * float(free.sum() / max(1.0, slowed.sum()))
+
+
+def bubble_fraction(graph: Graph, layout: Layout, part: Shares, keep: float = 1.0) -> tuple[float | None, str]:
+    """Share of the mean rank's step in which it waits for a neighbouring stage and nothing computes; (None, reason).
+
+    0 where every message and group of the job shows that there is no pipeline.
+    """
+    messages = [item for item in graph.collectives if item.kind in ("send", "recv")]
+    if layout.pp > 1:
+        return part.waiting_by_axis.get("pp", 0.0) * keep, ""
+    if any(item.group < 0 or graph.groups[item.group].axis not in ("cp", "ep", "tp") for item in messages):
+        return None, "ranks send messages in groups that are not named; name the axes (--axes) to tell a pipeline"
+    return 0.0, ""
+
+
+def _communication_band(done: Stretched, step_s: float) -> tuple[float, float]:
     """Seconds that the step gets shorter and longer if all modelled transfers are off the same way (5 and 95 %)."""
+    graph, change = done.graph, done.scaled
     error = change.errors() * SIGMAS
     if not error.any():
         return 0.0, 0.0
@@ -244,22 +423,30 @@ _WORDS = {
 _IN = {Provenance.EXTRAPOLATED_SIZE: "size", Provenance.EXTRAPOLATED_RANKS: "ranks"}
 
 
-def _provenance(base: Base, change: Scaled, gpus: int) -> dict[str, str]:
+def _provenance(base: Base, done: Stretched, gpus: int, more: Mapping[str, float | None]) -> dict[str, str]:
     """For each part of the answer, one word for how it is known, and sentences for what the word leaves out."""
-    worst = change.worst
-    measured = gpus == base.ranks
-    out = {"compute": "extrapolated" if base.rebuilt == "layout" else "measured", "communication": _WORDS[worst]}
+    worst = done.scaled.worst
+    made = base.rebuilt in ("layout", "device")
+    out = {"compute": "extrapolated" if made or done.retimed else "measured", "communication": _WORDS[worst]}
+    if base.rebuilt == "network":
+        out["compute"] = "measured on another device"
+    if done.retimed:
+        out["compute_by"] = (
+            f"{done.retimed.by_shape:.0%} of what shrinks by the models of shapes, "
+            f"{done.retimed.by_time:.0%} in proportion to time"
+        )
     if worst in _IN:
         out["communication_beyond"] = _IN[worst]
+    elif worst is Provenance.MEASURED and base.rebuilt in ("network", "device"):
+        out["communication"] = "prior"
     elif worst is Provenance.MEASURED and base.rebuilt:
         out |= {"communication": "extrapolated", "communication_beyond": base.rebuilt}
-    if not measured:
+    if gpus != base.ranks:
         out["stragglers"] = "prior" if "prior" in base.noise.source else "extrapolated"
         if base.share.any():
             out["overlap"] = "measured" if base.slowdown.pairs else "prior"
+    if more.get("memory_bytes") is not None:
+        out["memory"] = base.footprint.source
+    if more.get("power_W_per_gpu") is not None:
+        out["power"] = "modelled"
     return out
-
-
-def steps_in(graph: Graph, timeline: Timeline) -> int:
-    """Whole steps that the graph's window times."""
-    return step_window(graph, timeline.start_ns, timeline.end_ns)[2]

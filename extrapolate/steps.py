@@ -1,58 +1,37 @@
-"""Turns the ends of nodes into step times, and a replay into where its time went: compute, exposed communication, rest."""
+"""Turns a replay into where its time went: compute, exposed communication by axis, rest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.layout import axis_of
-from scaletrace.extrapolate.overlap import covered, resident, union
+from scaletrace.extrapolate.overlap import Plan, covered, plan, resident, union
 from scaletrace.parse.events import IntArray
-from scaletrace.parse.graph import Graph, NodeKind
-
-Floats = npt.NDArray[np.float64]
-
-
-def step_ends(graph: Graph, end_ns: IntArray) -> dict[int, int]:
-    """Latest end of every step over all ranks, by step number."""
-    inside = (graph.step >= 0) & (graph.kind != NodeKind.RENDEZVOUS)
-    steps = np.unique(graph.step[inside])
-    out = np.full(int(steps.max()) + 1 if len(steps) else 0, np.iinfo(np.int64).min)
-    np.maximum.at(out, graph.step[inside], end_ns[inside])
-    return {int(step): int(out[step]) for step in steps}
-
-
-def step_window(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> tuple[int, int, int]:
-    """(from, to, steps): the whole steps that can be timed from end to end; everything where there is one or none."""
-    ends = sorted(step_ends(graph, end_ns).items())
-    if len(ends) >= 2:
-        return ends[0][1], ends[-1][1], len(ends) - 1
-    if not len(graph):
-        return 0, 0, 1
-    return int(start_ns.min()), int(end_ns.max()), 1
+from scaletrace.parse.graph import Graph
+from scaletrace.replay.steps import step_window
 
 
 def step_times_ns(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> IntArray:
-    """Time of each whole step, from the end of the one before it; int64[steps]."""
-    ends = [end for _, end in sorted(step_ends(graph, end_ns).items())]
-    if len(ends) >= 2:
-        return np.array([b - a for a, b in pairwise(ends)], np.int64)
-    low, high, _ = step_window(graph, start_ns, end_ns)
-    return np.array([high - low], np.int64)
+    """Every counted step, mean over ranks (replay.steps.StepWindow); int64[steps]."""
+    return step_window(graph, start_ns, end_ns).times_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Where the mean rank's time goes, as shares of the window; exposed by axis adds up to at least `exposed`."""
+    """Where the mean rank's time goes, as shares of the window; exposed by axis adds up to at least `exposed`.
+
+    resident          some collective is on the rank, exposed or not
+    waiting_by_axis   the part of by_axis in which the rank waits for others and nothing moves
+    """
 
     compute: float
     exposed: float
     by_axis: Mapping[str, float]
+    resident: float = 0.0
+    waiting_by_axis: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rest(self) -> float:
@@ -60,31 +39,43 @@ class Shares:
         return max(0.0, 1.0 - self.compute - self.exposed)
 
 
-def shares(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> Shares:
+def shares(graph: Graph, start_ns: IntArray, end_ns: IntArray, made: Plan | None = None) -> Shares:
     """Compute and exposed communication of a replay, averaged over ranks weighted by their multiplicity.
 
-    Exposed = a collective is resident on the rank (waiting or moving data) and no compute runs there.
+    Exposed = a collective is resident on the rank (waiting or moving data) and no compute runs there. Each rank counts
+    over its own steps (replay.steps).
     """
-    low, high, _ = step_window(graph, start_ns, end_ns)
-    length = max(1, high - low)
-    begin, end = np.clip(start_ns, low, high), np.clip(end_ns, low, high)
-    compute = compute_nodes(graph)
-    stays = resident(graph, start_ns, end_ns)
-    stay_low, stay_high = np.clip(stays.low_ns, low, high), np.clip(stays.high_ns, low, high)
+    window, made = step_window(graph, start_ns, end_ns), made or plan(graph)
+    stays = resident(graph, start_ns, end_ns, made)
     axis = np.array([_axis(graph, at) for at in range(len(graph.collectives))] + [""])[stays.instance]
-    ranks = np.unique(graph.rank[compute | (graph.kind == NodeKind.TRANSFER)])
-    weights = graph.multiplicity.astype(np.float64) if len(graph.multiplicity) == len(ranks) else np.ones(len(ranks))
-    busy, exposed, by_axis = 0.0, 0.0, dict.fromkeys(sorted(set(axis.tolist())), 0.0)
-    for rank, weight in zip(ranks.tolist(), (weights / weights.sum()).tolist(), strict=True):
-        work = compute & (graph.rank == rank)
-        work_low, work_high = union(begin[work], end[work])
-        busy += weight * float((work_high - work_low).sum()) / length
-        mine = stays.rank == rank
-        exposed += weight * _uncovered(stay_low[mine], stay_high[mine], work_low, work_high) / length
-        for name in by_axis:
-            part = mine & (axis == name)
-            by_axis[name] += weight * _uncovered(stay_low[part], stay_high[part], work_low, work_high) / length
-    return Shares(busy, exposed, by_axis)
+    names = sorted(set(axis.tolist()))
+    all_ranks = np.unique([*made.compute, *np.unique(graph.rank[made.transfers]).tolist()])
+    count = graph.multiplicity if len(graph.multiplicity) == len(all_ranks) else np.ones(len(all_ranks))
+    weight_of = dict(zip(all_ranks.tolist(), count.tolist(), strict=True))
+    weights = np.array([weight_of.get(rank, 0.0) for rank in window.ranks.tolist()], np.float64)
+    weights /= max(1e-300, weights.sum())
+    busy = exposed = held = 0.0
+    by_axis, waiting = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for at, rank in enumerate(window.ranks.tolist()):
+        low, high = int(window.low_ns[at]), int(window.high_ns[at])
+        weight = weights[at] / max(1, high - low)
+        work = made.compute.get(rank, np.zeros(0, np.int64))
+        ours = union(np.clip(start_ns[work], low, high), np.clip(end_ns[work], low, high))
+        mine = np.flatnonzero(stays.rank == rank)
+        begin, moving, end = (np.clip(t[mine], low, high) for t in (stays.low_ns, stays.moving_ns, stays.high_ns))
+        busy += weight * _length(*ours)
+        held += weight * _length(*union(begin, end))
+        exposed += weight * _uncovered(begin, end, *ours)
+        for name in names:
+            part = axis[mine] == name
+            by_axis[name] += weight * _uncovered(begin[part], end[part], *ours)
+            waiting[name] += weight * _uncovered(begin[part], moving[part], *ours)
+    return Shares(busy, exposed, by_axis, held, waiting)
+
+
+def _length(low: IntArray, high: IntArray) -> float:
+    """Total of disjoint intervals."""
+    return float((high - low).sum())
 
 
 def _axis(graph: Graph, collective: int) -> str:
@@ -97,4 +88,4 @@ def _uncovered(low: IntArray, high: IntArray, work_low: IntArray, work_high: Int
     low, high = union(low, high)
     if not len(low):
         return 0.0
-    return float((high - low).sum() - covered(low, high, work_low, work_high).sum())
+    return _length(low, high) - float(covered(low, high, work_low, work_high).sum())

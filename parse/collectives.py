@@ -305,6 +305,7 @@ def uses(table: Table, traces: Sequence[RankTrace]) -> Mapping[int, Use]:
     """How each group was used, for naming its axis."""
     out: dict[int, Use] = {}
     wrappers: dict[int, set[str]] = {}
+    turns = {trace.rank: _first_backwards(trace) for trace in traces}
     for trace in traces:
         found = wrappers.setdefault(trace.rank, set())
         if any(text.startswith("FSDP::") for text in trace.events.strings):
@@ -319,5 +320,50 @@ def uses(table: Table, traces: Sequence[RankTrace]) -> Mapping[int, Use]:
         use.functional = int(table.functional[rows].clip(0).sum())
         for rank in np.unique(table.rank[rows]).tolist():
             use.wrappers |= wrappers.get(rank, set())
+        _count_forward(use, table, np.flatnonzero(rows & (table.kind == KIND["all_reduce"])), turns)
         out[group] = use
     return out
+
+
+_BACKWARD = "autograd::engine::evaluate_function"
+_FEW_BYTES = 64
+"""An all-reduce of no more carries a loss, a norm or a flag."""
+
+
+def _first_backwards(trace: RankTrace) -> tuple[IntArray, IntArray, IntArray]:
+    """(start, end, first backward operator or end) of each step of a rank, on its own clock; the whole window where no
+    step is marked. Steps without any operator say nothing and are left out."""
+    events = trace.events
+    ops = np.sort(events.ts_ns[events.in_cats("cpu_op")])
+    backward = np.array([text.startswith(_BACKWARD) for text in events.strings], np.bool_)
+    turns = np.sort(events.ts_ns[backward[events.name] & events.in_cats("cpu_op")])
+    if not len(ops):
+        return ops, ops, ops
+    spans = [(step.start_ns, step.end_ns) for step in trace.steps] or [(int(ops[0]), int(events.end_ns.max()))]
+    start, end = (np.array([span[at] for span in spans], np.int64) for at in (0, 1))
+    worked = np.searchsorted(ops, end) > np.searchsorted(ops, start)
+    start, end = start[worked], end[worked]
+    at = np.searchsorted(turns, start)
+    turn = np.append(turns, np.iinfo(np.int64).max)[at]
+    return start, end, np.minimum(turn, end)
+
+
+def _count_forward(
+    use: Use, table: Table, rows: IntArray, turns: Mapping[int, tuple[IntArray, IntArray, IntArray]]
+) -> None:
+    """Count the all-reduces among `rows` that recur before the backward pass of their step."""
+    sizes: Counter[int] = Counter()
+    for rank in np.unique(table.rank[rows]).tolist():
+        start, end, turn = turns.get(rank, (np.zeros(0, np.int64),) * 3)
+        if not len(start):
+            continue
+        mine = rows[(table.rank[rows] == rank) & (table.size_bytes[rows] > _FEW_BYTES) & (table.host_event[rows] >= 0)]
+        issued = table.issue_ns[mine]
+        at = np.searchsorted(start, issued, side="right") - 1
+        inside = (at >= 0) & (issued < end[np.maximum(at, 0)])
+        early = inside & (issued < turn[np.maximum(at, 0)])
+        use.passes += len(start)
+        use.reduced += int(inside.sum())
+        use.forward += int(early.sum())
+        sizes.update(table.size_bytes[mine[early]].tolist())
+    use.alike = max(sizes.values(), default=0)

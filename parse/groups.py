@@ -20,6 +20,8 @@ from scaletrace.parse.limits import MOST_RANKS
 
 AXES = ("dp", "fsdp", "tp", "pp", "ep", "cp", "world")
 _NUMBERS = re.compile(r"-?\d+")
+FORWARD_PER_PASS = 2
+"""All-reduces before a step's backward pass from which on they count as a layer's: one is a loss or a buffer's."""
 
 # DeviceMesh ("mesh_tp"), torchtitan ("dp_shard_cp"), Megatron ("TENSOR_MODEL_PARALLEL_GROUP"), DeepSpeed ("ep_size_4")
 _DESCRIPTIONS: tuple[tuple[str, str], ...] = (
@@ -197,11 +199,27 @@ def _merge_names(
 
 @dataclass(slots=True)
 class Use:
-    """How a group was used: how often each kind, how much of it through functional collectives, which annotations."""
+    """How a group was used: how often each kind, how much of it through functional collectives, which annotations.
+
+    passes    steps of its ranks in which operators were recorded
+    reduced   all-reduces of more than a few values in those steps;  forward: those before the step's first backward
+              operator (all of them where a trace with operators has no backward pass)
+    alike     of the forward ones as many as have the most common size
+    """
 
     kinds: Counter[str] = field(default_factory=Counter)
     functional: int = 0
     wrappers: set[str] = field(default_factory=set)
+    passes: int = 0
+    reduced: int = 0
+    forward: int = 0
+    alike: int = 0
+
+    @property
+    def reduces_activations(self) -> bool:
+        """Whether equal all-reduces recur in the forward pass, as partial sums do and gradients never."""
+        recurs = self.forward >= FORWARD_PER_PASS * max(1, self.passes) and self.forward >= self.reduced / 5
+        return self.passes > 0 and recurs and self.alike >= self.forward / 2
 
 
 def axis_from_description(description: str) -> str:
@@ -241,8 +259,9 @@ def infer_axis(group: Group, use: Use, world_size: int) -> tuple[str, float]:
     """(axis, confidence) from stride, size and the mix of collectives.
 
     Only sends and receives make a pipeline; all-to-all carries tokens to experts; parameters are gathered and
-    gradients scattered in FSDP; all-reduces are data parallel when DDP or the layout (far apart) says so and tensor
-    parallel when they come from functional collectives or between neighbours.
+    gradients scattered in FSDP; all-reduces are tensor parallel when equal ones recur before the backward pass, data
+    parallel when DDP or the layout (far apart) says so, and tensor parallel when they come from functional collectives
+    or between neighbours.
     """
     kinds = {kind for kind, count in use.kinds.items() if count and kind != "barrier"}
     whole = group.size == world_size
@@ -252,6 +271,8 @@ def infer_axis(group: Group, use: Use, world_size: int) -> tuple[str, float]:
         return "pp", 0.9
     if "FSDP" in use.wrappers and {"all_gather", "reduce_scatter"} & kinds:
         return "fsdp", 0.95
+    if use.reduces_activations and not {"all_gather", "reduce_scatter", "all_to_all"} & kinds:
+        return "tp", 0.85
     if "DDP" in use.wrappers and "all_reduce" in kinds and use.functional == 0:
         return "dp", 0.95
     if "all_to_all" in kinds:

@@ -14,10 +14,10 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.base import Base, prepare
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.columns import BOTH, INNER, NONE, OUTER
-from scaletrace.extrapolate.curve import ScalingCurve, benchmark_next, dominates, extrapolate, knee
+from scaletrace.extrapolate.curve import ScalingCurve, extrapolate
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layout import Layout
-from scaletrace.extrapolate.point import Options, Point, evaluate, spread_of, stretch
+from scaletrace.extrapolate.point import Options, evaluate, spread_of, stretch
 from scaletrace.extrapolate.steps import shares, step_times_ns
 from scaletrace.extrapolate.stragglers import Noise
 from scaletrace.parse.build import Built, Quality, build
@@ -119,15 +119,23 @@ def test_more_overlap_costs_compute(gathers: Base) -> None:
 
 
 def test_strong_scaling_shrinks_compute_but_not_communication(gathers: Base) -> None:
-    """Twice the ranks on the same batch: compute halves, the gathers stay."""
-    weak, strong = (stretch(gathers, 16, Options(weak=weak))[1] for weak in (True, False))
+    """Twice the ranks on the same batch: compute halves above a launch's worth, the gathers stay."""
+    strong_base = prepare(_fsdp(), H100, noise=QUIET, strong=True)
+    weak = stretch(gathers, 16, Options())[1]
+    strong = stretch(strong_base, 16, Options(weak=False))[1]
     kernels = weak.graph.kind == NodeKind.KERNEL
     transfers = weak.graph.kind == NodeKind.TRANSFER
 
-    assert 1_000_000 == int(np.median(strong.ideal.end_ns[kernels] - strong.ideal.start_ns[kernels]))
+    assert 1_001_000 == int(np.median(strong.ideal.end_ns[kernels] - strong.ideal.start_ns[kernels]))
     assert np.array_equal(
         (weak.ideal.end_ns - weak.ideal.start_ns)[transfers], (strong.ideal.end_ns - strong.ideal.start_ns)[transfers]
     )
+
+
+def test_a_base_for_weak_scaling_does_not_pretend_to_be_strong(gathers: Base) -> None:
+    """What a batch holds was not found out, so the size is refused."""
+    with pytest.raises(UsageError, match="strong=True"):
+        stretch(gathers, 16, Options(weak=False))
 
 
 def test_a_described_straggler_population_costs_a_known_share() -> None:
@@ -172,31 +180,24 @@ def test_step_times_run_from_end_to_end() -> None:
     assert 2 == len(step_times_ns(built.graph, timeline.start_ns, timeline.end_ns))
 
 
-def _point(gpus: int, step: float, exposed: float = 0.0, error: float = 0.0) -> Point:
-    return Point(gpus, Layout(dp=gpus), step, step, step, step, 1 - exposed, exposed, {}, 0.0, "compute", {}, error)
+def test_where_the_curve_bends_does_not_depend_on_the_sizes_asked() -> None:
+    """Knee and dominance are looked for on the same grid, whatever few sizes are shown."""
+    built = _fsdp()
+    curves = [extrapolate(built, cluster=H100, sizes=sizes, noise=QUIET) for sizes in ([8], [16, 100], [8, 512, 4096])]
+
+    assert 1 == len({(curve.knee, curve.dominance, curve.evaluated_to) for curve in curves})
+    assert curves[0].knee.gpus is not None and curves[0].dominance.gpus is not None
+    assert [[8], [16, 100], [8, 512, 4096]] == [[point.gpus for point in curve.points] for curve in curves]
 
 
-def test_the_knee_is_where_doubling_stops_paying() -> None:
-    """At 64 a doubling still gives 1 / 1.2 of double, at 128 only 1 / 1.5; a flat curve has no knee."""
-    bent = [_point(64, 1.0), _point(128, 1.2), _point(256, 1.8)]
+def test_bends_lie_in_their_ranges() -> None:
+    """The knee is the upper end of a doubling of the grid; both sizes of the range enclose where communication dominates."""
+    parts = extrapolate(_fsdp(), cluster=H100, sizes=[8], noise=QUIET).to_json_parts()
+    low, high = parts["knee_range_gpus"]
 
-    assert (128, None) == (knee(bent, 0.8, True), knee([_point(n, 1.0) for n in (8, 64, 512)], 0.8, True))
-
-
-def test_communication_dominates_between_points() -> None:
-    """Exposed 30 % at 64 and 70 % at 256: half of the step at their geometric mean."""
-    points = [_point(64, 1.0, 0.3), _point(256, 1.0, 0.7)]
-
-    assert (128, None, 64) == (dominates(points), dominates(points[:1]), dominates([_point(64, 1.0, 0.6)]))
-
-
-def test_the_next_benchmark_is_the_cheapest_that_narrows_most() -> None:
-    """Only sizes beyond the measured one with an uncertain communication are worth it."""
-    points = [_point(8, 1.0), *(_point(n, 1.0, error=0.02 * n**0.5) for n in (16, 64, 256))]
-    found = benchmark_next(points, 8)
-
-    assert found and set(found) <= {16, 64, 256}
-    assert () == benchmark_next([_point(n, 1.0) for n in (8, 64)], 8)
+    assert (high, 131_072) == (parts["knee_gpus"], parts["evaluated_to_gpus"]) and high in (low, 2 * low)
+    low, high = parts["comm_dominates_range_gpus"]
+    assert low <= parts["comm_dominates_gpus"] <= high
 
 
 def test_every_answer_of_the_interface_is_there(samples: Path) -> None:

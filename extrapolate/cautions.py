@@ -1,0 +1,78 @@
+"""Turns what a job's trace can't tell of its scaling into sentences of the health report, before any number is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scaletrace.extrapolate.calibrate import Evidence
+from scaletrace.extrapolate.cluster import Cluster, Link
+from scaletrace.extrapolate.costs import FAMILY
+from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
+from scaletrace.parse.graph import Graph
+from scaletrace.parse.health import Health
+from scaletrace.parse.job import Job
+from scaletrace.replay.stragglers import stragglers
+from scaletrace.replay.timeline import Timeline
+
+STANDS_OUT = 0.05
+"""A rank whose own delay takes this share of the measured time is named."""
+SURE = 0.9
+"""A group whose axis is less certain than this is named with its certainty."""
+
+
+def costs(found: Sequence[Evidence], cluster: Cluster, health: Health) -> None:
+    """Say what the costs of collectives rest on."""
+    if not found:
+        health.note("No transfer of the trace could be used for calibration: all communication costs are the prior's.")
+    elif cluster.tiers[0].link is Link.TCP:
+        health.note("Transfers are as measured between these ranks; on another network than theirs, give --cluster.")
+    if cluster.backend == "nccl" and found:
+        largest = max(item.ranks for item in found)
+        if largest <= cluster.node_size:
+            health.note(f"All measured groups fit one domain of {cluster.node_size}: costs beyond it are the prior's.")
+
+
+def straggler(timeline: Timeline, health: Health) -> None:
+    """Say so where a slow rank is stretched along: its delay shows as communication of the ranks that wait for it."""
+    worst = max(stragglers(timeline), key=lambda found: found.shorter_by_ns, default=None)
+    if worst is not None and worst.shorter_by_ns > STANDS_OUT * timeline.makespan_ns:
+        share = worst.shorter_by_ns / timeline.makespan_ns
+        health.note(
+            f"Rank {worst.rank} holds the job up for {share:.0%} of the measured time and is stretched along, as waiting "
+            f"that counts as communication; see what it costs with whatif --set rank{worst.rank}.delay=none."
+        )
+
+
+def has_data_axis(graph: Graph) -> bool:
+    """Whether any collective of the job belongs to a data axis, so that growing it costs something."""
+    found = {axis_of(graph.groups[item.group].axis) for item in graph.collectives if item.group >= 0}
+    return bool(found & set(DATA_AXES))
+
+
+def data_axis(graph: Graph, health: Health) -> None:
+    """Say so where growing the data axis would add ranks that never talk, or what they say has no cost model."""
+    unmodelled = sum(item.kind not in FAMILY for item in graph.collectives)
+    if unmodelled:
+        health.guessed["collectives of a kind without a cost model, which keep their measured time"] += unmodelled
+    if not has_data_axis(graph):
+        health.note(
+            "The trace holds no collective of a data axis, so more data-parallel ranks cost nothing here; "
+            "record the job with at least two of them to have gradients synchronised."
+        )
+
+
+def axes(job: Job, graph: Graph, layout: Layout, health: Health) -> None:
+    """Name the layout that the groups are taken for, with the certainty of the least certain axis that decides it."""
+    moved = {item.group for item in graph.collectives if item.group >= 0 and item.kind != "barrier"}
+    used = {(graph.groups[at].axis, graph.groups[at].size) for at in moved if graph.groups[at].size > 1}
+    doubts = [
+        group for group in job.groups if group.size > 1 and (group.axis, group.size) in used and group.confidence < SURE
+    ]
+    if not doubts:
+        return
+    worst = min(doubts, key=lambda group: group.confidence)
+    named = worst.axis or "unnamed, counted as dp"
+    health.note(
+        f"The job is taken to be {layout}: its group of {worst.size} ranks {max(worst.stride, 1)} apart is {named} with "
+        f"{worst.confidence:.0%} certainty, inferred from how it is used. If it is not, name the axes with --axes."
+    )

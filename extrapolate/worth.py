@@ -1,0 +1,115 @@
+"""Turns the points of a curve into the sizes whose measurement would narrow their bands most.
+
+For each candidate the transfers that the curve predicts there are taken as if they had been measured; the costs are
+calibrated anew with them, and the errors that the new calibration states at every point are compared with the old ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaletrace.extrapolate.calibrate import Evidence, calibrate
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.costs import FAMILY, Calibration, collective_seconds
+from scaletrace.extrapolate.transfers import whole_bytes
+from scaletrace.parse.events import IntArray
+from scaletrace.parse.graph import Graph, NodeKind
+
+MOST_SUGGESTIONS = 3
+NEARLY_BEST = 0.5
+"""A size is suggested too where it narrows at least this share of what the best one does."""
+
+Key = tuple[str, int, int, int]
+"""(kind, bytes of the whole vector, ranks, stride) of a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the transfers of one point take: seconds of one rank by kind of collective, and how often; the point's step
+    and the error of it that they cause (5 to 95 %)."""
+
+    gpus: int
+    seconds: Mapping[Key, float]
+    counts: Mapping[Key, int]
+    step_s: float
+    comm_error_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """A size, and the share by which measuring it narrows the communication error of the points, on average."""
+
+    gpus: int
+    narrows: float
+
+
+def load_of(graph: Graph, dur_ns: IntArray, gpus: int, step_s: float, comm_error_s: float) -> Load:
+    """The load of a stretched graph with its durations."""
+    nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0))
+    count = np.bincount(graph.instance[nodes], minlength=len(graph.collectives))
+    total = np.bincount(graph.instance[nodes], weights=dur_ns[nodes], minlength=len(graph.collectives))
+    seconds: dict[Key, float] = {}
+    counts: dict[Key, int] = {}
+    for at in np.flatnonzero(count).tolist():
+        item = graph.collectives[at]
+        if item.group < 0 or item.kind not in FAMILY:
+            continue
+        group = graph.groups[item.group]
+        key = (item.kind, max(1, whole_bytes(item, group.size)), group.size, max(1, group.stride))
+        seconds[key] = seconds.get(key, 0.0) + float(total[at] / count[at]) * 1e-9
+        counts[key] = counts.get(key, 0) + 1
+    return Load(gpus, seconds, counts, step_s, comm_error_s)
+
+
+def worth_measuring(
+    loads: Sequence[Load],
+    candidates: Sequence[Load],
+    found: Sequence[Evidence],
+    cluster: Cluster,
+    measured: int,
+    calibration: Calibration,
+    nics: int | None = None,
+) -> tuple[Worth, ...]:
+    """Sizes beyond `measured` whose measurement narrows the bands of `loads` most for the doublings it takes, best first."""
+    wide = [load for load in loads if load.gpus > measured and load.comm_error_s > 0 and load.seconds]
+    if not wide:
+        return ()
+    was = {load.gpus: _error(load, cluster, calibration, nics) for load in wide}
+    gains: list[tuple[float, int, float]] = []
+    for candidate in candidates:
+        seen = [
+            Evidence(kind, size, ranks, seconds / candidate.counts[kind, size, ranks, stride], stride=stride)
+            for (kind, size, ranks, stride), seconds in candidate.seconds.items()
+            if ranks > 1 and seconds > 0
+        ]
+        if candidate.gpus <= measured or not seen:
+            continue
+        known = calibrate([*found, *seen], cluster)
+        narrowed = shares = 0.0
+        for load in wide:
+            now = _error(load, cluster, known, nics)
+            left = min(1.0, now / was[load.gpus]) if was[load.gpus] > 0 else 1.0
+            if load.gpus == candidate.gpus:
+                left = 0.0
+            narrowed += (load.comm_error_s / load.step_s) ** 2 * (1 - left**2)
+            shares += 1 - left
+        gains.append((narrowed / math.log2(2 * candidate.gpus / measured), candidate.gpus, shares / len(wide)))
+    if not gains or max(gains)[0] <= 0:
+        return ()
+    best = max(gains)[0]
+    order = sorted(gains, key=lambda each: (-each[0], each[1]))
+    return tuple(Worth(gpus, narrows) for gain, gpus, narrows in order if gain >= NEARLY_BEST * best)[:MOST_SUGGESTIONS]
+
+
+def _error(load: Load, cluster: Cluster, calibration: Calibration, nics: int | None) -> float:
+    """Relative error of all transfers of a point under a calibration, weighted by the time they take."""
+    total = weighted = 0.0
+    for (kind, size, ranks, stride), seconds in load.seconds.items():
+        cost = collective_seconds(kind, size, ranks, cluster, stride=stride, calibration=calibration, nics=nics)
+        weighted += seconds * cost.rel_error
+        total += seconds
+    return weighted / total if total else 0.0

@@ -233,6 +233,10 @@ def measured_layout(graph: Graph, ranks: int) -> Layout:
             degrees[group.axis] = max(degrees.get(group.axis, 1), group.size)
     if degrees.get("dp", 1) >= ranks > 1 and any(axis != "dp" for axis in degrees):
         degrees.pop("dp")
+    # Parameters are sharded over fsdp × cp, so that group counts the context ranks too where it is one with them.
+    cp, wide = degrees.get("cp", 1), degrees.get("fsdp", 1)
+    if cp > 1 and wide % cp == 0 and prod(size for axis, size in degrees.items() if axis != "ep") > ranks:
+        degrees["fsdp"] = wide // cp
     known = Layout(**degrees)  # type: ignore[arg-type]
     missing = ranks // known.ranks if known.ranks and ranks % known.ranks == 0 else 1
     known = replace(known, dp=known.dp * missing) if missing > 1 else known

@@ -118,7 +118,7 @@ def _collectives(job: Job) -> dict[str, Any]:
     import numpy as np
 
     from scaletrace.parse.job import KINDS
-    from scaletrace.parse.waits import instances_of
+    from scaletrace.parse.waits import bus_bandwidth, instances_of
 
     each = instances_of(job)
     c = job.collectives
@@ -133,8 +133,6 @@ def _collectives(job: Job) -> dict[str, Any]:
     listed = []
     for (name, kind, members, moved), at in rows.items():
         known = each.transfer_ns[at] >= 0
-        rate = each.busbw_Bps[at]
-        rate = rate[np.isfinite(rate)]
         listed.append(
             {
                 "axis": name,
@@ -145,7 +143,7 @@ def _collectives(job: Job) -> dict[str, Any]:
                 "wait_ns": int(each.wait_ns[at].sum()),
                 "transfer_ns": int(each.transfer_ns[at][known].sum()) if known.any() else None,
                 "transfer_at_most_ns": int(each.at_most_ns[at].sum()) if each.at_most_ns[at].min() >= 0 else None,
-                "busbw_Bps": float(np.median(rate)) if len(rate) else None,
+                "busbw_Bps": bus_bandwidth(KINDS[kind], members, each.bytes[at], each.transfer_ns[at]),
             }
         )
     listed.sort(key=lambda row: -((row["transfer_ns"] or row["transfer_at_most_ns"] or 0) + row["wait_ns"]))

@@ -50,8 +50,9 @@ def whatif(
 
     Factors multiply the time of kernels and operators by name (gemm*=0.5), class (compute, comm, memory, host), layer
     (layer:blocks.3=0.5) or rank (rank3.host=0.8); times are added (aten::linear=-5us). bandwidth=2x, bandwidth.nic=2x or
-    bandwidth.tp=2x and latency=0.5 change links; rank3.delay=20ms adds to each step, rank3.delay=none keeps the peers'
-    pace; overlap=ideal and drop=all_reduce say what communication costs.
+    bandwidth.tp=2x and latency=0.5 change links; rank3.delay=20ms adds to each step, rank3.delay=-20ms takes out of each
+    what delays the rank (host time beyond its peers' pace, then stalls, then slow kernels), rank3.delay=none keeps the
+    peers' pace; overlap=ideal and drop=all_reduce say what communication costs at most.
 
     Example: scaletrace whatif runs/8gpu --set 'gemm*=0.5' --set bandwidth.nic=2x
     """
@@ -93,7 +94,7 @@ def show(answer: dict[str, Any], drawn: Path | None) -> None:
     from rich.text import Text
 
     before, after = answer["before_ns"], answer["after_ns"]
-    word = "shorter" if after <= before else "longer"
+    word = ("shorter" if after <= before else "longer") + (" at most" if answer["is_bound"] else "")
     share = abs(after - before) / before if before else 0.0
     out.print(
         Text(f"{_ms(before)} ms → {_ms(after)} ms: {_ms(abs(after - before))} ms ({share:.1%}) {word}", style="bold")
@@ -135,7 +136,7 @@ def _parts(answer: dict[str, Any]) -> Table:
     """Mean over ranks of each breakdown part, before and after."""
     table = _table("mean of all ranks", "before ms", "after ms", "change ms")
     ranks = list(answer["breakdown"])
-    for key in [k for k in answer["breakdown"][ranks[0]] if k != "exposed_by_axis_ns"] if ranks else []:
+    for key in [k for k, v in answer["breakdown"][ranks[0]].items() if isinstance(v, int)] if ranks else []:
         was = sum(answer["breakdown_before"][r][key] for r in ranks) / len(ranks)
         now = sum(answer["breakdown"][r][key] for r in ranks) / len(ranks)
         table.add_row(

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scaletrace.jit import jit
-from scaletrace.parse.build_cpu import RankCpu, add_cpu_rank
-from scaletrace.parse.build_draft import Draft, finish
+from scaletrace.parse.build_cpu import add_cpu_rank
+from scaletrace.parse.build_draft import Columns, Draft, finish
 from scaletrace.parse.build_gpu import RankGpu
 from scaletrace.parse.build_host import RankInput
+from scaletrace.parse.build_hidden import hidden_members
+from scaletrace.parse.build_meet import (
+    MemberNodes,
+    Members,
+    add_rendezvous,
+    all_members,
+    gpu_members,
+    shown,
+    work_members,
+)
 from scaletrace.parse.build_rank import add_rank, external_kernels, read_rank
-from scaletrace.parse.build_stalls import Columns, add_occupancy, add_tight_ends, insert_stalls, residuals, time_sliced
+from scaletrace.parse.build_stalls import add_occupancy, add_tight_ends, insert_stalls, residuals, time_sliced
 from scaletrace.parse.cats import DEVICE_CATS
-from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Int32Array, IntArray
+from scaletrace.parse.events import TIME_UNKNOWN, IntArray
 from scaletrace.parse.graph import (
-    EdgeKind,
     EdgeSource,
     Graph,
     GraphCollective,
@@ -26,10 +34,6 @@ from scaletrace.parse.graph import (
 )
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, Clock, Job, RankTrace
-
-HUB_FROM = 3
-"""Members from which a full rendezvous goes through one hub instead of an edge per pair."""
-OVERLAP_NS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +88,22 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
     found: list[MemberNodes] = []
     for rank in inputs:
         if rank.trace.events.in_cats(*DEVICE_CATS).any():
-            part = read_rank(rank, health)
+            part = read_rank(job, rank, health)
             rank.shift_ns -= part.device_shift_ns
-            gpus.append(add_rank(draft, rank, part, health))
-            found.append(_gpu_members(job, gpus[-1], rank))
+            gpu, works = add_rank(draft, rank, part, health)
+            gpus.append(gpu)
+            found.append(gpu_members(job, gpu, rank))
         else:
-            cpu = add_cpu_rank(draft, job, rank.trace, rank.shift_ns, rank.instance_of, health)
-            found.append(_cpu_members(job, cpu, rank.shift_ns))
-    members = _members(found)
+            works = add_cpu_rank(draft, job, rank.trace, rank.shift_ns, rank.instance_of, health)
+        found.append(work_members(job, works, rank.shift_ns))
+    if (lost := hidden_members(draft, job, found, health)) is not None:
+        found.append(lost)
+    members = all_members(found)
     if members.hidden.any():
         health.guessed["point-to-point transfers that hid under other work (taken as the quickest that did not)"] += (
             int(members.hidden.sum())
         )
-    transfers = _add_rendezvous(draft, members)
+    transfers = add_rendezvous(draft, members)
     _explain(draft, gpus, members, transfers)
     nodes, edges = _tables(draft, gpus, members, transfers, options)
     residual = residuals(nodes, edges)
@@ -144,162 +151,33 @@ def _inputs(draft: Draft, job: Job, group_index: dict[int, int]) -> list[RankInp
         )
     out = []
     for trace in job.ranks:
-        clock = job.clocks.get(trace.rank)
         rows = np.flatnonzero((table.rank == trace.rank) & (table.event >= 0))
         of_row = {
             int(event): position[int(instance)]
             for event, instance in zip(table.event[rows], table.instance[rows], strict=True)
         }
-        shift = _shift_ns(clock, trace) if clock is not None else 0
-        out.append(RankInput(trace, shift, table.event[rows].astype(np.int64), of_row))
+        aligned, shift = _on_job_clock(trace, job.clocks.get(trace.rank))
+        out.append(RankInput(aligned, shift, table.event[rows].astype(np.int64), of_row))
     return out
 
 
-def _shift_ns(clock: Clock, trace: RankTrace) -> int:
-    """What brings a rank's times onto the job's clock, drift included as it stands in the middle of the window."""
-    known = trace.events.ts_ns[trace.events.ts_ns != TIME_UNKNOWN]
-    if not len(known):
-        return -clock.offset_ns
-    middle = known[len(known) // 2 :][:1]
-    return int((clock.to_job_ns(middle) - middle)[0])
+def _on_job_clock(trace: RankTrace, clock: Clock | None) -> tuple[RankTrace, int]:
+    """A rank whose clock runs at the job's rate, and the shift that is left to bring its times onto the job's clock.
 
-
-@dataclass(frozen=True, slots=True)
-class Members:
-    """The members of all instances seen by at least two ranks, sorted by instance: nodes and measured times."""
-
-    instance: Int32Array
-    arrive: Int32Array
-    transfer: Int32Array
-    start_ns: IntArray
-    end_ns: IntArray
-    alone: BoolArray
-    hidden: BoolArray
-    ptr: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class MemberNodes:
-    """One rank's members: row of the job's table, nodes, measured times on the job's clock, and two peculiarities.
-
-    alone: the member waits for nobody;  hidden: its recorded end says when the caller looked, not when data had arrived
+    A drifting clock moves every time by its own amount, durations included; a steady one only needs the shift.
     """
-
-    instance: IntArray
-    arrive: Int32Array
-    transfer: Int32Array
-    start_ns: IntArray
-    end_ns: IntArray
-    alone: BoolArray
-    hidden: BoolArray
-
-
-def _gpu_members(job: Job, gpu: RankGpu, rank: RankInput) -> MemberNodes:
-    table, kernels = job.collectives, gpu.kernels
-    k = np.flatnonzero(kernels.is_comm)
-    mine = np.flatnonzero((table.rank == gpu.rank) & (table.event >= 0))
-    order = mine[np.argsort(table.event[mine], kind="stable")]
-    at = np.minimum(np.searchsorted(table.event[order], kernels.row[k]), max(len(order) - 1, 0))
-    hit = table.event[order][at] == kernels.row[k] if len(order) else np.zeros(len(k), np.bool_)
-    k, at = k[hit], at[hit]
-    start, end = kernels.start_ns[k] + rank.shift_ns, kernels.end_ns[k] + rank.shift_ns
-    none = np.zeros(len(k), np.bool_)
-    return MemberNodes(table.instance[order[at]], gpu.node_in[k], gpu.node_out[k], start, end, none, none)
-
-
-def _cpu_members(job: Job, cpu: RankCpu, shift_ns: int) -> MemberNodes:
-    works = cpu.works
-    start, end = works.start_ns + shift_ns, works.end_ns + shift_ns
-    alone = works.kind == KINDS.index("send")
-    return MemberNodes(job.collectives.instance[works.member], cpu.arrive, cpu.transfer, start, end, alone, cpu.hidden)
-
-
-def _members(found: list[MemberNodes]) -> Members:
-    """All members sorted by instance."""
-    instance = np.concatenate([one.instance for one in found]) if found else np.zeros(0, np.int64)
-    _, dense = np.unique(instance, return_inverse=True)
-    order = np.argsort(dense, kind="stable")
-    count = int(dense.max()) + 1 if len(dense) else 0
-    ptr = np.zeros(count + 1, np.int64)
-    np.cumsum(np.bincount(dense, minlength=count), out=ptr[1:])
-    return Members(
-        dense[order].astype(np.int32),
-        np.concatenate([one.arrive for one in found])[order] if found else np.zeros(0, np.int32),
-        np.concatenate([one.transfer for one in found])[order] if found else np.zeros(0, np.int32),
-        np.concatenate([one.start_ns for one in found])[order] if found else np.zeros(0, np.int64),
-        np.concatenate([one.end_ns for one in found])[order] if found else np.zeros(0, np.int64),
-        np.concatenate([one.alone for one in found])[order] if found else np.zeros(0, np.bool_),
-        np.concatenate([one.hidden for one in found])[order] if found else np.zeros(0, np.bool_),
-        ptr,
+    if clock is None or clock.drift_ppm == 0.0:
+        return trace, -clock.offset_ns if clock is not None else 0
+    events = trace.events
+    known = events.ts_ns != TIME_UNKNOWN
+    start, end = clock.to_job_ns(events.ts_ns[known]), clock.to_job_ns(events.end_ns[known])
+    ts, dur = events.ts_ns.copy(), events.dur_ns.copy()
+    ts[known], dur[known] = start, end - start
+    bounds = clock.to_job_ns(np.array([(s.start_ns, s.end_ns) for s in trace.steps], np.int64).reshape(-1, 2))
+    steps = tuple(
+        replace(step, start_ns=low, end_ns=high) for step, (low, high) in zip(trace.steps, bounds.tolist(), strict=True)
     )
-
-
-@jit
-def _pairs(
-    ptr: IntArray, start: IntArray, end: IntArray, hub: Int32Array, alone: BoolArray
-) -> tuple[Int32Array, Int32Array, IntArray, int]:
-    """Which member awaits which (positions), the latest start each awaits, and how many wait for fewer than all."""
-    total = 0
-    for i in range(len(ptr) - 1):
-        total += (ptr[i + 1] - ptr[i]) ** 2
-    src, dst = np.empty(total, np.int32), np.empty(total, np.int32)
-    latest = start.copy()
-    n, partial = 0, 0
-    for i in range(len(ptr) - 1):
-        for m in range(ptr[i], ptr[i + 1]):
-            awaited = 0
-            for p in range(ptr[i], ptr[i + 1]):
-                if p != m and (alone[m] or start[p] >= end[m] - OVERLAP_NS):
-                    continue
-                awaited += 1
-                latest[m] = max(latest[m], start[p])
-                if p != m and hub[i] == 0:
-                    src[n], dst[n] = p, m
-                    n += 1
-            partial += awaited < ptr[i + 1] - ptr[i]
-    return src[:n], dst[:n], latest, partial
-
-
-def _add_rendezvous(draft: Draft, members: Members) -> IntArray:
-    """Edges from the ARRIVE of each member to the TRANSFER of those that awaited it; returns when each transfer began.
-
-    A member awaits those that had started before its own end: a collective is not always a barrier.
-    """
-    if not len(members.instance):
-        return np.zeros(0, np.int64)
-    ptr = members.ptr
-    size = np.diff(ptr)
-    latest = np.maximum.reduceat(members.start_ns, ptr[:-1])
-    earliest_end = np.minimum.reduceat(members.end_ns, ptr[:-1])
-    full = (latest < earliest_end - OVERLAP_NS) & (size >= HUB_FROM) & ~np.logical_or.reduceat(members.alone, ptr[:-1])
-    src, dst, began, partial = _pairs(ptr, members.start_ns, members.end_ns, full.astype(np.int32), members.alone)
-    draft.contradict(EdgeSource.MATCH, int((size * (size - 1)).sum()), 0)
-    if partial:
-        draft.offered["members that await fewer than all"] += int(partial)
-    draft.add_edges(members.arrive[src], members.transfer[dst], 0, EdgeKind.RENDEZVOUS, EdgeSource.MATCH)
-    at = np.flatnonzero(full)
-    if len(at):
-        hubs = draft.add_nodes(
-            len(at),
-            kind=int(NodeKind.RENDEZVOUS),
-            name=draft.name("rendezvous"),
-            start_ns=latest[at],
-            end_ns=latest[at],
-        )
-        inside = np.repeat(full, size)
-        hub_of = np.repeat(hubs, size[at])
-        draft.add_edges(members.arrive[inside], hub_of, 0, EdgeKind.RENDEZVOUS, EdgeSource.MATCH)
-        draft.add_edges(hub_of, members.transfer[inside], 0, EdgeKind.RENDEZVOUS, EdgeSource.MATCH)
-    return began
-
-
-def _shown(members: Members, transfer_ns: IntArray) -> IntArray:
-    """Transfers, of which the hidden ones take at most what the quickest one does that somebody waited for."""
-    if not members.hidden.any():
-        return transfer_ns
-    seen = transfer_ns[~members.hidden & (transfer_ns > 0)]
-    least = int(seen.min()) if len(seen) else int(transfer_ns[members.hidden].min())
-    return np.where(members.hidden, np.minimum(transfer_ns, least), transfer_ns)
+    return replace(trace, events=replace(events, ts_ns=ts, dur_ns=dur), steps=steps), 0
 
 
 def _tables(
@@ -309,7 +187,7 @@ def _tables(
     nodes, edges = draft.nodes(), draft.edges()
     if len(members.transfer):
         nodes["start_ns"][members.transfer] = began
-        transfer_ns = _shown(members, np.maximum(members.end_ns - began, 0))
+        transfer_ns = shown(members, np.maximum(members.end_ns - began, 0))
         nodes["dur_ns"][members.transfer] = transfer_ns
         nodes["end_ns"][members.transfer] = began + transfer_ns
     for gpu in gpus:

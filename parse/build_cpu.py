@@ -7,53 +7,51 @@ at which the caller is released, so that a caller may go on up to milliseconds e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from scaletrace.parse.build_draft import Draft
+from scaletrace.parse.build_threads import add_joins, add_side_ops, find_joins, side_ops
 from scaletrace.parse.build_waits import Waits, Works, busiest_thread, find_waits, find_works
+from scaletrace.parse.build_works import OWN_WAIT_NS, RankWorks, add_works, issue_edges, wait_edges
 from scaletrace.parse.cats import OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
-from scaletrace.parse.graph import EdgeKind, EdgeSource, NodeKind
+from scaletrace.parse.graph import LOADER_WAIT, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import gap_names, layers_at, outermost, spans_of, step_of, thread_name
 from scaletrace.parse.job import Job, RankTrace
 
-OWN_WAIT_NS = 20_000
-TICK_NS = 1_000
-
-
-@dataclass(frozen=True, slots=True)
-class RankCpu:
-    """What later stages need of one rank: for each work its member row, its nodes, and whether its wait was hidden."""
-
-    rank: int
-    works: Works
-    arrive: Int32Array
-    transfer: Int32Array
-    hidden: BoolArray
-
 
 def add_cpu_rank(
     draft: Draft, job: Job, trace: RankTrace, shift_ns: int, instance_of: dict[int, int], health: Health
-) -> RankCpu:
-    """Add the main thread, the works and the edges between them; operators of other threads are counted, not added."""
+) -> RankWorks:
+    """Add the main thread, the works, the operators of other threads, and the edges between them."""
     events, works = trace.events, find_works(job, trace)
     thread = busiest_thread(events, works.row)
-    beside = events.in_cats(*OP_CATS) & ~np.isin(events.lane, [thread, *np.unique(works.lane).tolist()])
-    if beside.any():
-        health.dropped["operators on threads beside the main one"] += int(beside.sum())
+    ops = side_ops(events, np.concatenate(([thread], works.lane)))
     waits = find_waits(events, works, thread)
+    joins = find_joins(events, ops, thread, waits.to_ns)
+    count = len(waits.to_ns)
+    both = replace(
+        waits,
+        from_ns=np.concatenate((waits.from_ns, joins.from_ns)),
+        to_ns=np.concatenate((waits.to_ns, joins.to_ns)),
+    )
     steps = [(s.number, s.start_ns, s.end_ns) for s in trace.steps]
-    points = _host_points(events, works, waits, thread, steps)
-    host_ids, wait_ids = _add_main(draft, trace, points, waits, thread, steps, shift_ns)
-    arrive, transfer = _add_works(draft, trace, works, waits, steps, instance_of, shift_ns, health)
-    _issue_edges(draft, works, arrive, transfer, points, host_ids)
-    _wait_edges(draft, works, waits, transfer, wait_ids, health)
-    return RankCpu(trace.rank, works, arrive, transfer, waits.hidden)
+    points = _host_points(events, works, both, thread, steps)
+    first = draft.count
+    loading = np.concatenate((np.zeros(count, np.bool_), joins.loading))
+    host_ids, wait_ids = _add_main(draft, trace, points, both, loading, thread, steps, shift_ns)
+    main = np.arange(first, draft.count, dtype=np.int32)
+    arrive, transfer = add_works(draft, trace, works, steps, instance_of, shift_ns)
+    issue_edges(draft, works, arrive, transfer, points, host_ids)
+    wait_edges(draft, works, waits, transfer, wait_ids, health)
+    node = add_side_ops(draft, trace, ops, main, shift_ns, health)
+    add_joins(draft, ops, joins, node, wait_ids[count:], health)
+    return RankWorks(trace.rank, works, arrive, transfer, waits.hidden)
 
 
 def _host_points(
@@ -119,13 +117,14 @@ def _add_main(
     trace: RankTrace,
     points: IntArray,
     waits: Waits,
+    loading: BoolArray,
     thread: int,
     steps: list[tuple[int, int, int]],
     shift_ns: int,
 ) -> tuple[Int32Array, Int32Array]:
     """Nodes between the points, in one chain; returns the node that ends at each point and the WAIT of each wait.
 
-    The first point gets an ORIGIN, so that what is issued there need not wait for the stretch after it.
+    loading: which of the waits are for the data loader. The first point gets an ORIGIN, so that what is issued there need not wait for the stretch after it.
     """
     events = trace.events
     if len(points) < 2:
@@ -139,7 +138,11 @@ def _add_main(
     step = step_of(chain.at, steps)
     layer = layers_at(draft, events, np.full(count, thread, np.int32), chain.at)
     order = np.argsort(np.concatenate((np.arange(count) * 2, waiting * 2 + 1)), kind="stable")
-    wait_kind, wait_name = np.full(len(waiting), int(NodeKind.WAIT)), draft.name("wait for communication")
+    wait_kind = np.full(len(waiting), int(NodeKind.WAIT))
+    wait_name = np.full(len(waiting), draft.name("wait for communication"), np.int32)
+    fetching = np.isin(waiting, chain.of_wait[loading])
+    if fetching.any():
+        wait_name[fetching] = draft.name(LOADER_WAIT)
 
     def both(host: IntArray | Int32Array, wait: Any) -> npt.NDArray[Any]:
         return np.concatenate((host, np.broadcast_to(wait, (len(waiting),))))[order]
@@ -172,103 +175,3 @@ def _add_main(
 def _communicates(events: Events) -> BoolArray:
     names = np.array([text.startswith(("c10d", "_c10d")) for text in events.strings], np.bool_)
     return names[events.name]
-
-
-def _add_works(
-    draft: Draft,
-    trace: RankTrace,
-    works: Works,
-    waits: Waits,
-    steps: list[tuple[int, int, int]],
-    instance_of: dict[int, int],
-    shift_ns: int,
-    health: Health,
-) -> tuple[Int32Array, Int32Array]:
-    """ARRIVE and TRANSFER of each work on the lane of its worker (of the caller, apart, for point-to-point)."""
-    events, count = trace.events, len(works.row)
-    lanes = {
-        int(code): draft.lane(trace.rank, thread_name(events, int(code)), False)
-        for code in np.unique(works.lane[~works.on_main])
-    }
-    if works.on_main.any():
-        lanes[-1] = draft.lane(trace.rank, "point to point", False)
-    lane = np.array(
-        [lanes[-1 if main else int(code)] for code, main in zip(works.lane, works.on_main, strict=True)], np.int32
-    )
-    name = draft.name_codes(events.strings, events.name[works.row])
-    instance = np.array([instance_of.get(int(row), -1) for row in works.row], np.int32)
-    common = {
-        "rank": trace.rank,
-        "lane": lane,
-        "name": name,
-        "step": step_of(works.issue_ns, steps),
-        "event": works.row,
-    }
-    start, end = works.start_ns + shift_ns, works.end_ns + shift_ns
-    arrive = draft.add_nodes(
-        count, kind=int(NodeKind.ARRIVE), start_ns=start, end_ns=start, instance=instance, **common
-    )
-    transfer = draft.add_nodes(
-        count,
-        kind=int(NodeKind.TRANSFER),
-        dur_ns=end - start,
-        start_ns=start,
-        end_ns=end,
-        instance=instance,
-        **common,
-    )
-    draft.add_edges(arrive, transfer, 0, EdgeKind.STREAM, EdgeSource.ORDER)
-    return arrive, transfer
-
-
-def _issue_edges(
-    draft: Draft, works: Works, arrive: Int32Array, transfer: Int32Array, points: IntArray, ends_at: Int32Array
-) -> None:
-    """From the issuing call to the work at one latency, and from a worker's last work to its next at one gap."""
-    if not len(works.row) or not len(points):
-        return
-    order = np.lexsort((works.start_ns, works.lane))
-    order = order[~works.on_main[order]]
-    a, b = order[:-1], order[1:]
-    same = (works.lane[a] == works.lane[b]) & (works.start_ns[b] >= works.end_ns[a] - TICK_NS)
-    a, b = a[same], b[same]
-    before = np.full(len(works.row), np.iinfo(np.int64).min)
-    before[b] = works.end_ns[a]
-    idle = before <= works.issue_ns
-    delay = works.start_ns - works.issue_ns
-    lag = np.zeros(len(delay), np.int64)
-    for group in (works.on_main, ~works.on_main):
-        usable = group & idle
-        if group.any():
-            lag[group] = int(np.median(delay[usable])) if usable.any() else int(np.median(delay[group]))
-    at = np.searchsorted(points, works.issue_ns)
-    lag = np.minimum(lag, delay)
-    draft.add_edges(ends_at[at], arrive, lag, EdgeKind.HAND_OVER, EdgeSource.MATCH)
-    gap = works.start_ns[b] - works.end_ns[a]
-    queued = ~idle[b]
-    typical = int(np.median(gap[queued])) if queued.any() else 0
-    draft.add_edges(transfer[a], arrive[b], np.minimum(typical, gap), EdgeKind.STREAM, EdgeSource.ORDER)
-
-
-def _wait_edges(
-    draft: Draft, works: Works, waits: Waits, transfer: Int32Array, wait_ids: Int32Array, health: Health
-) -> None:
-    """From a work to the wait that it released: one lag for all, or its own negative one where it was released early."""
-    if not len(waits.work):
-        return
-    after = waits.to_ns[waits.point] - works.end_ns[waits.work]
-    latest = np.full(len(waits.to_ns), np.iinfo(np.int64).min)
-    np.maximum.at(latest, waits.point, works.end_ns[waits.work])
-    binds = works.end_ns[waits.work] == latest[waits.point]
-    lag = np.zeros(len(after), np.int64)
-    main = works.on_main[waits.work]
-    for group in (main, ~main):
-        usable = group & binds & (after >= 0)
-        lag[group] = int(np.median(after[usable])) if usable.any() else 0
-    early = after < 0
-    if early.any():
-        health.guessed["waits released before the recorded end of their span"] += int(early.sum())
-    draft.contradict(EdgeSource.WORK_WAIT, len(after), 0)
-    draft.add_edges(
-        transfer[waits.work], wait_ids[waits.point], np.minimum(lag, after), EdgeKind.EVENT_WAIT, EdgeSource.WORK_WAIT
-    )

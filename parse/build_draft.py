@@ -49,6 +49,9 @@ EDGE_COLUMNS: dict[str, Any] = {
 }
 
 
+Columns = dict[str, npt.NDArray[Any]]
+
+
 @dataclass(slots=True)
 class Draft:
     """Nodes and edges while they are collected; ids are positions in order of addition."""
@@ -59,6 +62,7 @@ class Draft:
     layers: dict[str, int] = field(default_factory=dict)
     groups: list[GraphGroup] = field(default_factory=list)
     collectives: list[GraphCollective] = field(default_factory=list)
+    full_blocks: dict[int, int] = field(default_factory=dict)
     contradicted: Counter[str] = field(default_factory=Counter)
     offered: Counter[str] = field(default_factory=Counter)
     _nodes: list[dict[str, npt.NDArray[Any]]] = field(default_factory=list)
@@ -75,6 +79,13 @@ class Draft:
         used, inverse = np.unique(codes, return_inverse=True)
         ids = np.array([self.name(strings[int(code)]) if code >= 0 else -1 for code in used], np.int32)
         return ids[inverse] if len(codes) else np.zeros(0, np.int32)
+
+    def note_fill(self, names: Int32Array, fill: Int32Array) -> None:
+        """Remember from how many blocks on kernels of these names fill their device; of several shapes the largest."""
+        most = np.zeros(int(names.max(initial=-1)) + 1, np.int32)
+        np.maximum.at(most, names, fill)
+        for name in np.unique(names).tolist():
+            self.full_blocks[name] = max(self.full_blocks.get(name, 0), int(most[name]))
 
     def lane(self, rank: int, name: str, is_device: bool) -> int:
         self.lanes.append(GraphLane(rank, name, is_device))
@@ -211,5 +222,6 @@ def finish(
         groups=tuple(draft.groups),
         collectives=tuple(draft.collectives),
         layers=tuple(draft.layers),
+        full_blocks=np.array([draft.full_blocks.get(name, 0) for name in range(len(draft.names))], np.int32),
     )
     return graph, Measured(start, end, np.ones(n, np.bool_)), int(n and (~keep).sum())

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from scaletrace.parse.health import Health
 from scaletrace.parse.host import Call, Calls, Spans, spans_of
 from scaletrace.parse.kernels import default_rules
 from scaletrace.parse.links import launch_of, stream_of_sync
+from scaletrace.parse.occupancy import filling_blocks, grid_blocks
 from scaletrace.parse.streams import Kernels
 from scaletrace.parse.syncs import EXPLAINED, SyncEdges
 
@@ -56,7 +58,6 @@ class RankGpu:
     calls: Calls
     node_in: Int32Array
     node_out: Int32Array
-    full_gpu_blocks: int
     constants: Constants
 
 
@@ -71,19 +72,6 @@ def _communicates(events: Events, rows: IntArray) -> BoolArray:
     used, inverse = np.unique(events.name[rows], return_inverse=True)
     table = np.array([_is_communication(events.strings[int(code)]) for code in used], np.bool_)
     return table[inverse] if len(rows) else np.zeros(0, np.bool_)
-
-
-def grid_blocks(events: Events) -> IntArray:
-    """Thread blocks of each kernel's grid, int64[n], 0 where the trace does not say."""
-    if "grid_size" in events.args:
-        return events.ints("grid_size", 0)
-    codes = events.texts("grid")
-    product = {-1: 0}
-    for code in np.unique(codes[codes >= 0]).tolist():
-        numbers = [int(part) for part in re.findall(r"\d+", events.strings[code])]
-        product[code] = int(np.prod(numbers, dtype=np.int64)) if numbers else 0
-    used, inverse = np.unique(codes, return_inverse=True)
-    return np.array([product[int(code)] for code in used], np.int64)[inverse] if len(codes) else np.zeros(0, np.int64)
 
 
 def _call_index(calls: Calls, events: Events, rows: IntArray) -> Int32Array:
@@ -104,8 +92,13 @@ def _call_index(calls: Calls, events: Events, rows: IntArray) -> Int32Array:
     return out
 
 
-def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Health) -> tuple[Kernels, IntArray]:
-    """The device records of one rank on its host clock, and what was added to bring them there, int64[k]."""
+def find_kernels(
+    events: Events, calls: Calls, comm_rows: IntArray, properties: Any, health: Health
+) -> tuple[Kernels, IntArray]:
+    """The device records of one rank on its host clock, and what was added to bring them there, int64[k].
+
+    properties: Kineto's `deviceProperties`, None where the trace has none
+    """
     gpu = np.flatnonzero(events.in_cats(*DEVICE_CATS) & (events.ts_ns != TIME_UNKNOWN))
     unknown = int((events.in_cats(*DEVICE_CATS) & (events.ts_ns == TIME_UNKNOWN)).sum())
     if unknown:
@@ -133,6 +126,7 @@ def find_kernels(events: Events, calls: Calls, comm_rows: IntArray, health: Heal
         ptr=ptr[1:],
         order=by_call,
         stream_count=int(stream.max()) + 1 if len(stream) else 0,
+        fill=filling_blocks(events, gpu, properties),
     )
     _count_links(calls, kernels, health)
     return kernels, shift

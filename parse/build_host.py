@@ -9,9 +9,12 @@ import numpy.typing as npt
 
 from scaletrace.parse.build_draft import Draft
 from scaletrace.parse.build_gpu import MERGED_REMAINDER_NS, NEAR_MINIMUM_NS, SLOW_LAUNCH_NS, Constants
+from scaletrace.parse.build_threads import Joins, SideOps
+from scaletrace.parse.build_waits import Waits, Works
+from scaletrace.parse.build_works import OWN_WAIT_NS
 from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
-from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
+from scaletrace.parse.graph import LOADER_WAIT, NO_RELEASE, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.host import LAUNCHES, Call, Calls, gap_names, loader_spans, op_spans, thread_name
 from scaletrace.parse.job import RankTrace
 from scaletrace.parse.streams import Kernels
@@ -42,6 +45,22 @@ class RankInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What a rank with a device does on other threads: works of gloo, operators, and the main thread's waits for them.
+
+    issue, wait, join  int32: the entries of `calls` that stand for the issue of each work, and for each wait and join
+    """
+
+    works: Works
+    waits: Waits
+    ops: SideOps
+    joins: Joins
+    issue: Int32Array
+    wait: Int32Array
+    join: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
 class RankParts:
     """Calls, kernels, blocking calls and constants of one rank, before any node exists.
 
@@ -56,6 +75,7 @@ class RankParts:
     recorded_src: Int32Array
     recorded_stream: Int32Array
     device_shift_ns: int
+    beside: Beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +113,7 @@ def _slots(events: Events, parts: RankParts, order: IntArray) -> _Slots:
     slow = launching & (full > SLOW_LAUNCH_NS) & (_first_start(parts.kernels)[order] >= end - NEAR_MINIMUM_NS)
     main = np.where(launching & ~slow, np.minimum(full, constants.launch_ns), full)
     main = np.where(waits, np.minimum(main, constants.sync_own_ns), np.where(free, 0, main))
+    main = np.where(meaning == Call.HOST_WAIT, np.minimum(full, OWN_WAIT_NS), main)
     tail = np.where(free, end - awaited, np.where(waits, 0, full - main))
     chain = calls.chain[order]
     first = np.ones(len(order), np.bool_)
@@ -144,6 +165,11 @@ def _host_names(
     names[between, 0] = gap_names(
         draft, events, calls.thread[order][between], calls.start_ns[order][between] - gap[between] // 2
     )
+    waiting = calls.meaning[order] == Call.HOST_WAIT
+    if waiting.any():
+        fetching = loader_spans(events).at(calls.thread[order], calls.start_ns[order]) >= 0
+        names[waiting, 1:] = draft.name("wait for communication")
+        names[waiting & fetching, 1:] = draft.name(LOADER_WAIT)
     return names, loader >= 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,26 +23,33 @@ from scaletrace.parse.build_gpu import (
     named_works,
     recorded_waits,
 )
-from scaletrace.parse.build_host import HostNodes, RankInput, RankParts, add_host
+from scaletrace.parse.build_host import Beside, HostNodes, RankInput, RankParts, add_host
+from scaletrace.parse.build_threads import add_joins, add_side_ops, find_joins, side_ops
+from scaletrace.parse.build_waits import Waits, calling_thread, find_waits, find_works
+from scaletrace.parse.build_works import RankWorks, add_works, issue_edges, wait_edges
 from scaletrace.parse.events import Events, Int32Array
 from scaletrace.parse.graph import EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import (
     Call,
+    Calls,
+    chain_of_thread,
     find_calls,
     layers_at,
     step_of,
+    with_host_waits,
 )
-from scaletrace.parse.job import RankTrace
+from scaletrace.parse.job import Job, RankTrace
 from scaletrace.parse.streams import CONTRADICTED_NS, Kernels, infer_streams
-from scaletrace.parse.syncs import SyncEdges, infer_syncs
+from scaletrace.parse.syncs import EXPLAINED, SyncEdges, infer_syncs
 
 
-def read_rank(rank: RankInput, health: Health) -> RankParts:
-    """Find what one rank called, what ran on its device, and the constants between them."""
+def read_rank(job: Job, rank: RankInput, health: Health) -> RankParts:
+    """Find what one rank called, what ran on its device and on other threads, and the constants between them."""
     events = rank.trace.events
-    calls = find_calls(events, health)
-    kernels, shift = find_kernels(events, calls, rank.comm_rows, health)
+    calls, beside = _beside(job, rank.trace, find_calls(events, health))
+    properties = rank.trace.header.get("deviceProperties")
+    kernels, shift = find_kernels(events, calls, rank.comm_rows, properties, health)
     if len(shift) and shift.any():
         health.repaired["ranks whose device clock was shifted onto the host clock"] += 1
         health.note(f"rank {rank.trace.rank}: device clock corrected by up to {int(np.abs(shift).max()) / 1000:.0f} us")
@@ -50,33 +58,88 @@ def read_rank(rank: RankInput, health: Health) -> RankParts:
     syncs = infer_syncs(calls, kernels, synced, COARSE_CLOCK_NS if coarse else CONTRADICTED_NS)
     constants = estimate(calls, kernels, syncs, rank.job_launch_ns)
     middle = int(np.median(shift)) if len(shift) else 0
-    return RankParts(calls, kernels, syncs, constants, src, stream, middle)
+    return RankParts(calls, kernels, _with_waits(syncs, calls, beside), constants, src, stream, middle, beside)
 
 
-def add_rank(draft: Draft, rank: RankInput, parts: RankParts, health: Health) -> RankGpu:
+def _beside(job: Job, trace: RankTrace, calls: Calls) -> tuple[Calls, Beside]:
+    """What happens on other threads, and the calls with the moments at which the host hands over to them or waits."""
+    events = trace.events
+    works = find_works(job, trace)
+    thread = calling_thread(events, job, works) if len(works.row) else _main_thread(calls)
+    ops = side_ops(events, np.concatenate((np.unique(calls.thread), works.lane)))
+    waits = find_waits(events, works, thread) if len(works.row) else _no_waits()
+    joins = find_joins(events, ops, thread, waits.to_ns)
+    if not len(works.row) and not len(joins):
+        none = np.zeros(0, np.int32)
+        return calls, Beside(works, waits, ops, joins, none, none, none)
+    host = job.collectives.host_event[works.member]
+    point = np.zeros(len(waits.to_ns), np.int64)
+    point[waits.point] = works.row[waits.work]
+    start = np.concatenate((works.issue_ns, waits.from_ns, joins.from_ns))
+    end = np.concatenate((works.issue_ns, waits.to_ns, joins.to_ns))
+    issue, wait = len(works.row), len(works.row) + len(waits.to_ns)
+    extra = Calls(
+        np.concatenate((np.where(host >= 0, host, works.row), point, ops.row[joins.op])).astype(np.int32),
+        np.full(len(start), thread, np.int32),
+        np.where(np.arange(len(start)) < issue, int(Call.ISSUE), int(Call.HOST_WAIT)).astype(np.uint8),
+        np.full(len(start), chain_of_thread(calls, thread), np.int32),
+        start,
+        end,
+    )
+    merged, place = with_host_waits(calls, extra)
+    return merged, Beside(works, waits, ops, joins, place[:issue], place[issue:wait], place[wait:])
+
+
+def _main_thread(calls: Calls) -> int:
+    return int(np.bincount(calls.thread).argmax()) if len(calls) else -1
+
+
+def _no_waits() -> Waits:
+    none = np.zeros(0, np.int64)
+    return Waits(none, none, none.astype(np.int32), none.astype(np.int32), none.astype(np.bool_))
+
+
+def _with_waits(syncs: SyncEdges, calls: Calls, beside: Beside) -> SyncEdges:
+    """The waits for other threads among the blocking calls: they end with what they awaited, never by their length."""
+    at = np.concatenate((beside.wait, beside.join))
+    if not len(at):
+        return syncs
+    is_sync, status, awaited = syncs.is_sync.copy(), syncs.status.copy(), syncs.awaited_ns.copy()
+    is_sync[at], status[at], awaited[at] = True, EXPLAINED, calls.end_ns[at]
+    return replace(syncs, is_sync=is_sync, status=status, awaited_ns=awaited)
+
+
+def add_rank(draft: Draft, rank: RankInput, parts: RankParts, health: Health) -> tuple[RankGpu, RankWorks]:
     """Add all nodes and edges of one rank with a device; collectives get ARRIVE and TRANSFER without rendezvous yet."""
     events, calls, kernels = rank.trace.events, parts.calls, parts.kernels
     steps = [(s.number, s.start_ns, s.end_ns) for s in rank.trace.steps]
     call_step = step_of(calls.start_ns, steps)
     layer = layers_at(draft, events, calls.thread, calls.start_ns)
+    first = draft.count
     host = add_host(draft, rank, parts, call_step, layer)
+    main = np.arange(first, draft.count, dtype=np.int32)
     node_in, node_out = _add_kernels(draft, rank, kernels, call_step, layer)
-    blocks = _full_gpu_blocks(rank.trace)
-    gpu = RankGpu(rank.trace.rank, kernels, calls, node_in, node_out, blocks, parts.constants)
+    gpu = RankGpu(rank.trace.rank, kernels, calls, node_in, node_out, parts.constants)
     _launch_edges(draft, gpu, host, health)
     _stream_order(draft, gpu)
     _cross_stream(draft, gpu, events, parts, health)
     _sync_edges(draft, gpu, parts.syncs, host)
-    return gpu
+    return gpu, _add_beside(draft, rank, parts.beside, host, main, health)
 
 
-def _full_gpu_blocks(trace: RankTrace) -> int:
-    devices = trace.header.get("deviceProperties")
-    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
-        count = devices[0].get("numSms")
-        if isinstance(count, int) and count > 0:
-            return min(count, 80)
-    return 80
+def _add_beside(
+    draft: Draft, rank: RankInput, beside: Beside, host: HostNodes, main: Int32Array, health: Health
+) -> RankWorks:
+    """Nodes of works and operators on other threads, and their edges from and to the main thread."""
+    trace, works = rank.trace, beside.works
+    steps = [(s.number, s.start_ns, s.end_ns) for s in trace.steps]
+    arrive, transfer = add_works(draft, trace, works, steps, rank.instance_of, rank.shift_ns)
+    points, first = np.unique(works.issue_ns, return_index=True)
+    issue_edges(draft, works, arrive, transfer, points, host.call[beside.issue[first]])
+    wait_edges(draft, works, beside.waits, transfer, host.out[beside.wait], health)
+    node = add_side_ops(draft, trace, beside.ops, main, rank.shift_ns, health)
+    add_joins(draft, beside.ops, beside.joins, node, host.out[beside.join], health)
+    return RankWorks(trace.rank, works, arrive, transfer, beside.waits.hidden)
 
 
 def _stream_name(events: Events, row: int) -> str:
@@ -113,6 +176,7 @@ def _add_kernels(
         "blocks": kernels.blocks,
         "start_ns": start,
     }
+    draft.note_fill(columns["name"][~comm], kernels.fill[~comm])
     kind = np.where(comm, int(NodeKind.ARRIVE), np.where(kernels.is_copy, int(NodeKind.COPY), int(NodeKind.KERNEL)))
     node_in = draft.add_nodes(
         len(kernels),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from scaletrace.jit import jit
-from scaletrace.parse.build_draft import NODE_COLUMNS, Draft
+from scaletrace.parse.build_draft import NODE_COLUMNS, Columns, Draft
 from scaletrace.parse.build_gpu import RankGpu
 from scaletrace.parse.events import BoolArray, ByteArray, Int32Array, IntArray
 from scaletrace.parse.graph import NO_RELEASE, EdgeKind, EdgeSource, NodeKind
@@ -19,8 +16,6 @@ TIGHT_NS = 15_000
 IN_GRAPH_NS = 2_000
 LOOK_BACK = 400
 TIGHT_LAG_NS = 2_000
-
-Columns = dict[str, npt.NDArray[Any]]
 
 
 @jit
@@ -62,7 +57,7 @@ def _tight_ends(
 
 @jit
 def _occupants(
-    late: Int32Array, start: IntArray, end: IntArray, stream: Int32Array, blocks: Int32Array, full: int
+    late: Int32Array, start: IntArray, end: IntArray, stream: Int32Array, blocks: Int32Array, fill: Int32Array
 ) -> Int32Array:
     """For each late kernel the full-GPU kernel of another stream whose tail lies closest to its start."""
     best = np.full(len(late), -1, np.int32)
@@ -70,7 +65,7 @@ def _occupants(
         k, closest = late[i], np.int64(0)
         for p in range(k - 1, max(-1, k - LOOK_BACK - 1), -1):
             dur, after = end[p] - start[p], start[k] - end[p]
-            if stream[p] == stream[k] or blocks[p] < full or dur <= 50_000:
+            if stream[p] == stream[k] or blocks[p] < fill[p] or dur <= 50_000:
                 continue
             if -max(60_000, dur // 4) <= after <= 10_000 and (best[i] < 0 or abs(after) < closest):
                 best[i], closest = p, abs(after)
@@ -97,7 +92,7 @@ def add_occupancy(draft: Draft, gpu: RankGpu, residual: IntArray) -> int:
     """Edges from a full-GPU kernel that kept a ready kernel of another stream from starting; returns their number."""
     kernels = gpu.kernels
     late = np.flatnonzero(residual[gpu.node_in] > TIGHT_NS).astype(np.int32)
-    best = _occupants(late, kernels.start_ns, kernels.end_ns, kernels.stream, kernels.blocks, gpu.full_gpu_blocks)
+    best = _occupants(late, kernels.start_ns, kernels.end_ns, kernels.stream, kernels.blocks, kernels.fill)
     found = best >= 0
     if found.any():
         draft.contradict(EdgeSource.OCCUPANCY, int(found.sum()), 0)

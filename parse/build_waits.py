@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.jit import jit
-from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
+from scaletrace.parse.cats import ANNOTATION_CATS, DEVICE_CATS, OP_CATS, RUNTIME_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.job import Job, RankTrace
 
@@ -38,15 +38,17 @@ class Works:
 
 
 def find_works(job: Job, trace: RankTrace) -> Works:
-    """The works of one rank from the job's table of collectives; those without a span are left out."""
+    """The works of one rank from the job's table of collectives: those that a span on a thread of the host carries."""
     table, events = job.collectives, trace.events
     mine = np.flatnonzero((table.rank == trace.rank) & (table.event >= 0))
+    if len(mine):
+        mine = mine[~events.in_cats(*DEVICE_CATS)[table.event[mine]]]
     row, host = table.event[mine], table.host_event[mine]
     start = events.ts_ns[row]
     issue = np.where(host >= 0, events.ts_ns[np.maximum(host, 0)], start)
     order = np.lexsort((row, np.minimum(issue, start)))
     mine, row, host, start, issue = mine[order], row[order], host[order], start[order], issue[order]
-    caller = np.where(host >= 0, events.lane[np.maximum(host, 0)], busiest_thread(events))
+    caller = np.where(host >= 0, events.lane[np.maximum(host, 0)], busiest_thread(events) if len(mine) else -1)
     return Works(
         mine.astype(np.int32),
         row.astype(np.int32),
@@ -57,6 +59,13 @@ def find_works(job: Job, trace: RankTrace) -> Works:
         events.lane[row] == caller,
         table.kind[mine],
     )
+
+
+def calling_thread(events: Events, job: Job, works: Works) -> int:
+    """The lane from which most works are issued; the busiest thread where no call is known."""
+    host = job.collectives.host_event[works.member]
+    lanes = events.lane[host[host >= 0]]
+    return int(np.bincount(lanes).argmax()) if len(lanes) else busiest_thread(events, works.row)
 
 
 def busiest_thread(events: Events, without: IntArray | Int32Array | None = None) -> int:
@@ -157,16 +166,28 @@ class Waits:
     hidden: BoolArray
 
 
-def find_waits(events: Events, works: Works, thread: int) -> Waits:
-    """Where the main thread waited for which works; every span on the main thread ends in a wait by definition."""
-    mask = events.in_cats(*OP_CATS, *ANNOTATION_CATS) & (events.lane == thread) & (events.ts_ns != TIME_UNKNOWN)
-    mask[works.row] = False
+def idle_leaves(
+    events: Events, thread: int, without: IntArray | Int32Array
+) -> tuple[IntArray, IntArray, BoolArray, IntArray]:
+    """A thread cut at every start and end: (from, to, whether nothing works there, innermost row or -1).
+
+    Annotations and the calls of collectives do not work: inside them a thread may stand still. `without`: rows left out.
+    """
+    mask = events.in_cats(*OP_CATS, *ANNOTATION_CATS, *RUNTIME_CATS)
+    mask &= (events.lane == thread) & (events.ts_ns != TIME_UNKNOWN)
+    mask[without] = False
     rows = np.flatnonzero(mask)
     rows = rows[np.lexsort((-events.end_ns[rows], events.ts_ns[rows]))]
     at, to, inner = _leaves(events.ts_ns[rows], _nest(events.ts_ns[rows], events.end_ns[rows]))
     quiet = np.array([text.startswith(("c10d", "_c10d")) for text in events.strings], np.bool_)
-    leaf_row = rows[np.maximum(inner, 0)] if len(rows) else inner
-    idle = (inner < 0) | events.in_cats(*ANNOTATION_CATS)[leaf_row] | quiet[events.name[leaf_row]]
+    row = np.where(inner >= 0, rows[np.maximum(inner, 0)], -1) if len(rows) else inner
+    idle = (row < 0) | events.in_cats(*ANNOTATION_CATS)[row] | quiet[events.name[row]]
+    return at, to, idle, row
+
+
+def find_waits(events: Events, works: Works, thread: int) -> Waits:
+    """Where the main thread waited for which works; every span on the main thread ends in a wait by definition."""
+    at, to, idle, _ = idle_leaves(events, thread, works.row)
     at, to, idle = _cut_at(at, to, idle, works.end_ns[works.on_main])
     waited, _, _ = _match_waits(at, to, idle, works.issue_ns, works.start_ns, works.end_ns, works.on_main)
     leaf = np.unique(waited[waited >= 0])

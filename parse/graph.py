@@ -27,12 +27,19 @@ from scaletrace.parse.events import BoolArray, ByteArray, Int32Array, IntArray
 if TYPE_CHECKING:
     import networkx
 
+UNKNOWN_DEVICE_BLOCKS = 80
+"""Blocks that fill a device about which the trace says nothing: one on each of the 80 processors of a V100."""
+
 NO_RELEASE = -(2**62)
 """`release_ns` of a node that waits for its predecessors only."""
 
 
 BETWEEN = "between operators"
 """How the names of host stretches without an operator begin."""
+LOADER = "enumerate(DataLoader)"
+"""How the annotation begins in which a thread fetches the next batch."""
+LOADER_WAIT = "wait for the data loader"
+"""Name of the node in which a thread waits for another one to prepare the batch."""
 
 
 class NodeKind(IntEnum):
@@ -66,7 +73,10 @@ class EdgeKind(IntEnum):
 
 
 class EdgeSource(IntEnum):
-    """Where the knowledge of an edge comes from (replay-findings, section 7)."""
+    """Where the knowledge of an edge comes from (docs/method).
+
+    THREAD: one thread of the host ended what another one waited for;  HIDDEN: a collective that one rank's trace lacks
+    """
 
     RECORDED = 0
     ORDER = 1
@@ -81,6 +91,8 @@ class EdgeSource(IntEnum):
     MATCH = 10
     FLOW = 11
     REWRITE = 12
+    THREAD = 13
+    HIDDEN = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,7 @@ class Graph:
     multiplicity            int32 per rank class: how many real ranks a rank of this graph stands for (default 1 each)
     blocks                  int32[n] or empty: thread blocks of a kernel's grid, 0 unknown
     layer                   int32[n] or empty: index into `layers`, -1 unknown
+    full_blocks             int32 per name or shorter: blocks from which a kernel of that name fills its device, 0 unknown
     """
 
     dur_ns: IntArray
@@ -151,6 +164,7 @@ class Graph:
     blocks: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     layer: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     layers: tuple[str, ...] = ()
+    full_blocks: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __len__(self) -> int:
         return len(self.dur_ns)
@@ -174,6 +188,15 @@ class Graph:
     def is_topological(self) -> bool:
         """Whether every edge leads from a lower to a higher node, which makes the graph a DAG."""
         return bool(np.all(self.pred < self.edge_dst))
+
+    def fills_device(self) -> BoolArray:
+        """Mask of the kernels that leave no room on their device for the kernel of another stream."""
+        if not len(self.blocks):
+            return np.zeros(len(self), np.bool_)
+        table = np.zeros(max(len(self.names), len(self.full_blocks)) + 1, np.int64)
+        table[: len(self.full_blocks)] = self.full_blocks
+        table[table <= 0] = UNKNOWN_DEVICE_BLOCKS
+        return self.nodes(NodeKind.KERNEL) & (self.blocks >= table[self.name])
 
     def layer_of(self, node: int) -> str:
         """The layer (module path) that a node belongs to, "" where unknown."""

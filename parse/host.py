@@ -13,18 +13,20 @@ from scaletrace.jit import jit
 from scaletrace.parse.build_draft import Draft
 from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS, PYTHON_CATS, RUNTIME_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, ByteArray, Events, Int32Array, IntArray
-from scaletrace.parse.graph import BETWEEN
+from scaletrace.parse.graph import BETWEEN, LOADER
 from scaletrace.parse.health import Health
 
 NO_PLACE = ("ProfilerStep", "gloo:")
 """Annotations that do not say where in the program the host is."""
-LOADER = "enumerate(DataLoader)"
 _MODULE = re.compile(r"nn\.Module: (?P<module>[\w.]+)$|\((?P<path>[a-z_][\w]*(\.[\w]+)+)\)$", re.IGNORECASE)
 """A module in an annotation or frame: `nn.Module: Linear_3`, `FSDP::all_gather (blocks.0)`."""
 
 
 class Call(IntEnum):
-    """What a runtime or driver call means for the graph."""
+    """What a runtime or driver call means for the graph.
+
+    ISSUE and HOST_WAIT are no calls of the runtime: the host hands work to another thread, or waits for it.
+    """
 
     OTHER = 0
     LAUNCH = 1
@@ -37,6 +39,8 @@ class Call(IntEnum):
     EVENT_RECORD = 8
     COPY = 9
     IGNORED = 10
+    ISSUE = 11
+    HOST_WAIT = 12
 
 
 _RULES = (
@@ -93,6 +97,23 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self.row)
+
+
+def with_host_waits(calls: Calls, extra: Calls) -> tuple[Calls, Int32Array]:
+    """The calls with those of `extra` among them in order of time, and where each of `extra` went (int32)."""
+    start = np.concatenate((calls.start_ns, extra.start_ns))
+    order = np.argsort(start, kind="stable")
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    names = ("row", "thread", "meaning", "chain", "start_ns", "end_ns")
+    merged = {name: np.concatenate((getattr(calls, name), getattr(extra, name)))[order] for name in names}
+    return Calls(**merged), place[len(calls) :]
+
+
+def chain_of_thread(calls: Calls, thread: int) -> int:
+    """The chain of a thread's calls; a thread without any has the main one."""
+    mine = np.flatnonzero(calls.thread == thread)
+    return int(calls.chain[mine[0]]) if len(mine) else 0
 
 
 @jit

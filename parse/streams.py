@@ -38,6 +38,7 @@ class Kernels:
     row, stream  int32: row in Events; dense stream number
     call         int32: index into Calls of the launch, -1 where it is not in the trace
     ptr, order   CSR from call to its kernels in order of start
+    blocks, fill int32: thread blocks of the grid (0 unknown), and how many of its shape fill the device
     """
 
     row: Int32Array
@@ -51,6 +52,7 @@ class Kernels:
     ptr: IntArray
     order: IntArray
     stream_count: int
+    fill: Int32Array
 
     def __len__(self) -> int:
         return len(self.row)

@@ -108,6 +108,19 @@ def payload(kind: str, bytes_in: int, bytes_out: int) -> int:
     return bytes_out if kind in ("all_gather", "gather", "recv") else bytes_in
 
 
+def bus_bandwidth(kind: str, size: int, moved: IntArray, transfer_ns: IntArray) -> float | None:
+    """Bus bandwidth of several instances of one kind and group size: the median over those whose transfer is known.
+
+    moved, transfer_ns  int64 per instance: payload (see `payload`) and time without waiting, as in Instances
+    None where no instance tells, or where the group holds fewer than two ranks.
+    """
+    known = (moved > 0) & (transfer_ns > 0)
+    if size < 2 or not known.any():
+        return None
+    rate = moved[known] / (transfer_ns[known] / 1e9) * bus_factor(kind, size)
+    return float(np.median(rate))
+
+
 def instances_of(job: Job) -> Instances:
     """Wait, transfer and bandwidth of every instance.
 

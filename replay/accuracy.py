@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaletrace.parse.events import BoolArray, Int32Array, IntArray
+from scaletrace.parse.events import BoolArray, IntArray
 from scaletrace.parse.graph import Graph, Measured, NodeKind
-from scaletrace.replay.align import pair, sequences, tokens
-from scaletrace.replay.engine import replay
+from scaletrace.replay.align import sequences, tokens
+from scaletrace.replay.donors import from_other_steps, from_peers, peers_weight
+from scaletrace.replay.engine import replay, replay_columns
 from scaletrace.replay.timeline import Timeline
 
 _DEVICE = (NodeKind.KERNEL, NodeKind.COPY, NodeKind.TRANSFER)
@@ -87,6 +88,9 @@ def given_steps(graph: Graph, measured: Measured) -> set[int]:
 class AcrossSteps:
     """One step predicted from the others: `predicted_ns` with all their durations, `device_only_ns` with own host times.
 
+    Each of the other steps gives all its durations together, so that what happened at once stays together; the
+    prediction is the mean of the steps that this makes, low_ns and high_ns the least and the most of them, drawn by
+    `peers_weight` towards the mean of the steps that the host times of other ranks make.
     naive_ns  mean of the other measured steps;  mapped: share of the step's nodes that had a counterpart
     host_variation  how far the host's busy time of this step lies from the others' mean, on the rank where it is worst
     """
@@ -98,6 +102,9 @@ class AcrossSteps:
     naive_ns: float
     mapped: float
     host_variation: float
+    low_ns: int = 0
+    high_ns: int = 0
+    peers_weight: float = 0.0
 
     @property
     def error(self) -> float:
@@ -117,9 +124,11 @@ def across_steps(graph: Graph, measured: Measured) -> list[AcrossSteps]:
 
     Stalls are at zero, blocking calls never keep their durations: what a step needs beyond that can't be predicted.
     Of a long job at most sixteen steps are predicted, each from the eight nearest ones.
+    A mean of durations would hide what their spread does: the longest of several ranks' means is shorter than the mean
+    of the longest. So every donor step is replayed by itself, all of them in one sweep, and the results are averaged.
     """
     parts, given = sequences(graph), given_steps(graph, measured)
-    by_step = {e.step: e for e in step_errors(graph, measured, replay(graph))}
+    by_step = {e.step: e for e in step_errors(graph, measured, replay(graph)) if e.measured_ns > 0}
     numbers = sorted({step for _, step, _ in parts if step in by_step and step >= 0 and step not in given})
     if len(numbers) < 2:
         return []
@@ -130,47 +139,42 @@ def across_steps(graph: Graph, measured: Measured) -> list[AcrossSteps]:
         nearest = sorted((n for n in numbers if n != number), key=lambda n: (abs(n - number), n))
         others = sorted(nearest[:MOST_DONORS])
         mine = {key: nodes for key, nodes in parts.items() if key[1] == number}
-        found, mean = _from_others(graph, mark, parts, mine, others)
-        everything = np.where(found, mean, strict)
+        own = from_other_steps(graph, mark, parts, mine, others, strict)
+        predicted = _step_times(graph, own.dur_ns, number)
+        own_host = _step_times(graph, np.where(device[:, None], own.dur_ns, strict[:, None]), number)
+        weight = peers_weight(graph, own)
+        likely, peers = float(predicted.mean()), from_peers(graph, mark, parts, mine, others, own, weight)
+        if peers.shape[1]:
+            likely += weight * (float(_step_times(graph, peers, number).mean()) - likely)
         whole = sum(len(nodes) for nodes in mine.values())
         out.append(
             AcrossSteps(
                 number,
                 by_step[number].measured_ns,
-                _step_time(graph, measured, everything, number),
-                _step_time(graph, measured, np.where(found & device, everything, strict), number),
+                round(likely),
+                round(float(own_host.mean())),
                 float(np.mean([by_step[n].measured_ns for n in others])),
-                float(found.sum() / whole) if whole else 0.0,
+                float(own.found.sum() / whole) if whole else 0.0,
                 _host_variation(graph, number, others),
+                int(predicted.min()),
+                int(predicted.max()),
+                weight if peers.shape[1] else 0.0,
             )
         )
     return out
 
 
-Sequences = dict[tuple[int, int, int], Int32Array]
-
-
-def _from_others(
-    graph: Graph, mark: IntArray, parts: Sequences, mine: Sequences, others: list[int]
-) -> tuple[BoolArray, IntArray]:
-    """Which nodes have counterparts in the other steps, and the mean of their durations (int64[n])."""
-    total, count = np.zeros(len(graph)), np.zeros(len(graph), np.int32)
-    for (rank, _, lane), nodes in mine.items():
-        for other in others:
-            donor = parts.get((rank, other, lane))
-            if donor is None:
-                continue
-            at = pair(mark[nodes], mark[donor])
-            hit = at >= 0
-            total[nodes[hit]] += graph.dur_ns[donor[at[hit]]]
-            count[nodes[hit]] += 1
-    return count > 0, np.rint(total / np.maximum(count, 1)).astype(np.int64)
-
-
-def _step_time(graph: Graph, measured: Measured, dur_ns: IntArray, number: int) -> int:
-    """Replayed length of one step. Its predecessor is replayed with the same durations, so that only the step differs."""
-    errors = step_errors(graph, measured, replay(graph, dur_ns))
-    return next(e.replayed_ns for e in errors if e.step == number)
+def _step_times(graph: Graph, dur_ns: IntArray, number: int) -> IntArray:
+    """Replayed length of one step with each column of durations int64[n, K]; the step before it is as it was."""
+    end = replay_columns(graph, dur_ns)
+    bounding = boundary_nodes(graph)
+    numbers = np.unique(graph.step[bounding & (graph.step >= 0)])
+    at = int(np.searchsorted(numbers, number))
+    until = end[bounding & (graph.step == number)].max(axis=0)
+    if at:
+        return np.asarray(until - end[bounding & (graph.step == numbers[at - 1])].max(axis=0))
+    inside = graph.step == number
+    return np.asarray(until - (end - dur_ns)[inside].min(axis=0))
 
 
 def _host_variation(graph: Graph, number: int, others: list[int]) -> float:

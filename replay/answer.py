@@ -14,10 +14,13 @@ from scaletrace.replay.whatif import WhatIf
 
 
 def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
-    """steps: each with before_ns and after_ns; makespans; breakdown and critical path of the changed job."""
+    """steps: each with before_ns and after_ns; makespans; breakdown and critical path of the changed job.
+
+    is_bound: whether the gain is the most that the change can bring (overlap=ideal) instead of a prediction
+    """
     before = {e.step: e for e in _steps(built, found.before)}
     return {
-        "rules": [{"rule": rule.text, "changed_nodes": found.changed[rule.text]} for rule in found.rules],
+        "rules": [_rule(found, rule.text) for rule in found.rules],
         "steps": [
             {
                 "step": e.step,
@@ -30,12 +33,22 @@ def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
         "before_ns": found.before.makespan_ns,
         "after_ns": found.after.makespan_ns,
         "change_ns": found.change_ns,
+        "is_bound": found.is_bound,
         "speedup": found.speedup if found.after.makespan_ns else None,
         "breakdown_before": _parts(found.before),
         "breakdown": _parts(found.after),
         "critical_path": path_json(critical_path(found.after)),
         "notes": list(found.notes),
     }
+
+
+def _rule(found: WhatIf, text: str) -> dict[str, Any]:
+    """How many nodes a rule touched, and of a delay to take out how much there was, over all ranks and steps."""
+    out: dict[str, Any] = {"rule": text, "changed_nodes": found.changed[text]}
+    if text in found.removed:
+        one = found.removed[text]
+        out |= {"asked_ns": one.asked_ns, "taken_ns": one.total_ns, "taken_from_ns": dict(one.taken_ns)}
+    return out
 
 
 def _steps(built: Built, timeline: Timeline) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
-from scaletrace.parse.graph import BETWEEN, EdgeKind, Graph, NodeKind
+from scaletrace.parse.graph import BETWEEN, LOADER, LOADER_WAIT, EdgeKind, Graph, NodeKind
 from scaletrace.replay.timeline import Timeline
 
 PARTS = ("compute", "overlapped_comm", "exposed_comm", "memory", "stall", "host", "idle")
@@ -25,6 +25,7 @@ class RankBreakdown:
     memory_ns           copies while nothing else runs;  stall_ns: delays that no rule explains
     host_ns             the device has nothing to do because the host is still at work;  idle_ns: the rest
     exposed_by_axis_ns  exposed_comm_ns by axis of the group ("" unknown)
+    loader_ns           the part of host_ns in which the rank fetches its next batch, or waits for the loader's threads
     """
 
     rank: int
@@ -37,10 +38,12 @@ class RankBreakdown:
     host_ns: int
     idle_ns: int
     exposed_by_axis_ns: dict[str, int] = field(default_factory=dict)
+    loader_ns: int = 0
 
     def to_json(self) -> dict[str, Any]:
         parts = {f"{part}_ns": getattr(self, f"{part}_ns") for part in PARTS}
-        return {**parts, "exposed_by_axis_ns": self.exposed_by_axis_ns, "wall_ns": self.wall_ns}
+        by_kind = {"host_by_kind_ns": {"data loader": self.loader_ns, "other": self.host_ns - self.loader_ns}}
+        return {**parts, "exposed_by_axis_ns": self.exposed_by_axis_ns, **by_kind, "wall_ns": self.wall_ns}
 
 
 def breakdown(timeline: Timeline, window: tuple[int, int] | None = None) -> list[RankBreakdown]:
@@ -62,7 +65,8 @@ def breakdown(timeline: Timeline, window: tuple[int, int] | None = None) -> list
 
 def to_frame(parts: list[RankBreakdown]) -> pd.DataFrame:
     """One row a rank."""
-    rows = [{"rank": p.rank, "wall_ns": p.wall_ns} | {f"{k}_ns": getattr(p, f"{k}_ns") for k in PARTS} for p in parts]
+    columns = (*PARTS, "loader")
+    rows = [{"rank": p.rank, "wall_ns": p.wall_ns} | {f"{k}_ns": getattr(p, f"{k}_ns") for k in columns} for p in parts]
     return pd.DataFrame(rows)
 
 
@@ -83,15 +87,29 @@ def _arrivals(timeline: Timeline) -> IntArray:
 
 
 def _classes(graph: Graph, has_device: bool) -> tuple[npt.NDArray[np.int8], BoolArray]:
-    """Class of every node (index into compute, comm, memory, stall, host; -1 none)."""
+    """Class of every node (index into compute, comm, memory, stall, host, data loader; -1 none), and whether it has one."""
     of_kind = np.full(len(NodeKind), -1, np.int8)
     of_kind[[NodeKind.KERNEL, NodeKind.TRANSFER, NodeKind.COPY, NodeKind.STALL]] = (0, 1, 2, 3)
     of_kind[[NodeKind.HOST, NodeKind.LAUNCH]] = (4, 4)
     out = of_kind[graph.kind]
     if not has_device:
-        between = [code for code, name in enumerate(graph.names) if name.startswith(BETWEEN)]
-        out[(graph.kind == NodeKind.HOST) & ~np.isin(graph.name, between)] = 0
+        out[graph.nodes(NodeKind.HOST) & ~_named(graph, (BETWEEN,))] = 0
+    out[graph.nodes(NodeKind.HOST, NodeKind.WAIT) & _named(graph, (LOADER, LOADER_WAIT))] = 5
     return out, out >= 0
+
+
+def _named(graph: Graph, starts: tuple[str, ...]) -> BoolArray:
+    table = np.array([name.startswith(starts) for name in graph.names] + [False], np.bool_)
+    return table[graph.name]
+
+
+def _loader_waits(timeline: Timeline, start: IntArray) -> IntArray:
+    """Starts of the nodes, for a WAIT the end of what its own thread did before it: a wait has no duration of its own."""
+    graph, dst = timeline.graph, timeline.graph.edge_dst
+    own = graph.nodes(NodeKind.WAIT)[dst] & (graph.edge_kind == EdgeKind.PROGRAM)
+    out = start.copy()
+    out[dst[own]] = np.minimum(start[dst[own]], timeline.end_ns[graph.pred[own]])
+    return out
 
 
 def _of_rank(
@@ -102,27 +120,31 @@ def _of_rank(
     has_device = any(lane.is_device for lane in graph.lanes if lane.rank == rank)
     kind, counted = _classes(graph, has_device)
     nodes = np.flatnonzero(mine & counted)
-    start = np.where(kind[nodes] == 1, comm_start[nodes], timeline.start_ns[nodes])
+    begun = _loader_waits(timeline, timeline.start_ns) if (kind[nodes] == 5).any() else timeline.start_ns
+    start = np.where(kind[nodes] == 1, comm_start[nodes], begun[nodes])
     end = timeline.end_ns[nodes]
-    column = np.where(kind[nodes] == 1, 5 + axis_of[nodes], kind[nodes])
-    time, active = _active(np.clip(start, low, high), np.clip(end, low, high), column, 5 + len(axes), low, high)
-    work, memory, stall, host = active[0], active[2], active[3], active[4]
-    comm = active[5:].any(axis=0) if len(axes) else np.zeros(len(time), np.bool_)
+    column = np.where(kind[nodes] == 1, 6 + axis_of[nodes], kind[nodes])
+    time, active = _active(np.clip(start, low, high), np.clip(end, low, high), column, 6 + len(axes), low, high)
+    work, memory, stall, loading = active[0], active[2], active[3], active[5]
+    host = active[4] | loading
+    comm = active[6:].any(axis=0) if len(axes) else np.zeros(len(time), np.bool_)
+    everything = np.ones(len(time), np.bool_)
     if not has_device:
+        work = work & ~loading  # while the main thread waits for a batch, what other threads do is loading it
         busy = work | host
-        states = [work & ~comm, busy & comm, comm & ~busy, memory & ~busy, stall, host, np.ones(len(time), np.bool_)]
+        states = [work & ~comm, busy & comm, comm & ~busy, memory & ~busy, stall, host, everything]
     else:
-        states = [work & ~comm, work & comm, comm, memory, stall, host, np.ones(len(time), np.bool_)]
-    values, left = [], np.ones(len(time), np.bool_)
-    for at, state in enumerate(states):
-        part = state & left
-        if PARTS[at] == "exposed_comm":
-            exposed = part
-        left &= ~part
-        values.append(int(time[part].sum()))
-    parts = dict(zip((f"{part}_ns" for part in PARTS), values, strict=True))
+        states = [work & ~comm, work & comm, comm, memory, stall, host, everything]
+    parts, left = {}, everything.copy()
+    for name, state in zip(PARTS, states, strict=True):
+        parts[name] = state & left
+        left &= ~state
     return RankBreakdown(
-        rank=rank, wall_ns=high - low, exposed_by_axis_ns=_by_axis(time, exposed, active[5:], axes), **parts
+        rank=rank,
+        wall_ns=high - low,
+        exposed_by_axis_ns=_by_axis(time, parts["exposed_comm"], active[6:], axes),
+        loader_ns=int(time[parts["host"] & loading].sum()),
+        **{f"{name}_ns": int(time[part].sum()) for name, part in parts.items()},
     )
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from scaletrace.jit import jit
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
-from scaletrace.parse.graph import BETWEEN, EdgeKind, EdgeSource, Graph, NodeKind
+from scaletrace.parse.graph import BETWEEN, LOADER, LOADER_WAIT, EdgeKind, EdgeSource, Graph, NodeKind
 from scaletrace.replay.timeline import Timeline
 
 MOST_LOOKS = 500
@@ -127,6 +127,12 @@ class CriticalPath:
         total["gap"] += int(self.gap_ns.sum())
         length = self.length_ns
         return {key: value / length if length else 0.0 for key, value in total.items()}
+
+    def loader_ns(self) -> int:
+        """Nanoseconds of the path in which a rank fetches its next batch, or waits for the loader's threads to return."""
+        graph = self.timeline.graph
+        loading = np.array([name.startswith((LOADER, LOADER_WAIT)) for name in graph.names] + [False], np.bool_)
+        return int((self.own_ns + self.gap_ns)[loading[graph.name[self.nodes]]].sum())
 
     def time_by(self, what: str) -> dict[str, int]:
         """Nanoseconds of the path by "axis", "layer", "rank", "name" or "reason", gaps with the node they delay."""

@@ -10,9 +10,6 @@ from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import NO_RELEASE, EdgeKind, Graph, NodeKind
 from scaletrace.replay.timeline import Timeline
 
-FULL_GPU_BLOCKS = 80
-"""A kernel with at least this many thread blocks leaves no room for the kernel of another stream."""
-
 
 @jit
 def origin_of(release_ns: IntArray) -> int:
@@ -150,7 +147,7 @@ def replay(graph: Graph, dur_ns: IntArray | None = None, *, arbitrate: bool = Fa
         graph.rank,
         graph.lane,
         kernel | graph.nodes(NodeKind.ARRIVE),
-        kernel & (graph.blocks >= FULL_GPU_BLOCKS),
+        graph.fills_device(),
         0,
     )
     return Timeline(graph, start, end, binding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from scaletrace.parse.build import BuildOptions, Built, build
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
+from scaletrace.parse.waits import Instances, bus_bandwidth, instances_of
 from scaletrace.replay import stragglers as straggling
 from scaletrace.replay.accuracy import (
     AcrossSteps,
@@ -29,18 +29,14 @@ from scaletrace.replay.stragglers import Straggler, stragglers
 from scaletrace.replay.timeline import Timeline
 
 NEXT_PATHS = 3
-BUS_FACTOR: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-}
-"""Bytes over the slowest link per byte of the largest buffer, as nccl-tests counts bus bandwidth; 1 for other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSummary:
-    """Collectives of one axis, kind, group size and payload: how many, how long waited and moved (all members), speed."""
+    """Collectives of one axis, kind, group size and payload: how many, how long waited and moved (all members), speed.
+
+    busbw_Bps  as `inspect` has it: of what was measured, the median over the instances all of whose members were seen
+    """
 
     axis: str
     kind: str
@@ -143,6 +139,7 @@ def path_json(path: CriticalPath, most: int = 500) -> dict[str, Any]:
             "gap": gap,
         },
         "stall_share": shares["stall"],
+        "loader_ns": path.loader_ns(),
         "by_axis_ns": path.time_by("axis"),
         "by_rank_ns": path.time_by("rank"),
         "by_layer_ns": path.time_by("layer"),
@@ -166,37 +163,32 @@ def replay_job(source: Job | Built, options: BuildOptions | None = None) -> Repl
         step_errors(graph, built.measured, replay(graph, without_stalls(graph))),
         across_steps(graph, built.measured),
         breakdown(timeline),
-        summarise_collectives(timeline),
+        summarise_collectives(timeline, built.job),
         stragglers(timeline),
     )
 
 
-def summarise_collectives(timeline: Timeline) -> list[CollectiveSummary]:
-    """Collectives by axis, kind, group size and payload, the longest in sum first."""
-    graph = timeline.graph
+def summarise_collectives(timeline: Timeline, job: Job) -> list[CollectiveSummary]:
+    """Collectives by axis, kind, group size and payload, the longest in sum first; speeds as measured in `job`."""
+    graph, each = timeline.graph, instances_of(job)
     nodes = np.flatnonzero(graph.nodes(NodeKind.TRANSFER) & (graph.instance >= 0))
     waited, _ = straggling.waits(timeline)
-    out: dict[tuple[str, str, int, int], list[int]] = {}
+    moving = timeline.end_ns - timeline.start_ns
+    members: dict[tuple[str, str, int, int], list[int]] = {}
     for node in nodes.tolist():
-        key = _collective_key(graph, node)
-        entry = out.setdefault(key, [0, 0, 0])
-        entry[0] += 1
-        entry[1] += int(waited[node])
-        entry[2] += int(timeline.end_ns[node] - timeline.start_ns[node])
-    instances: dict[tuple[str, str, int, int], set[int]] = {}
-    for node in nodes.tolist():
-        instances.setdefault(_collective_key(graph, node), set()).add(int(graph.instance[node]))
+        members.setdefault(_collective_key(graph, each, node), []).append(node)
     found = []
-    for key, (members, wait, transfer) in out.items():
-        axis, kind, size, moved = key
-        factor = (BUS_FACTOR[kind](size) if kind in BUS_FACTOR else 1.0) if size > 1 else 0.0
-        speed = moved * factor * members / (transfer / 1e9) if moved > 0 and transfer > 0 and size > 1 else None
-        found.append(CollectiveSummary(axis, kind, size, moved, len(instances[key]), wait, transfer, speed))
+    for (axis, kind, size, moved), of_key in members.items():
+        at = np.array(of_key)
+        instance = np.unique(graph.instance[at])
+        speed = bus_bandwidth(kind, size, each.bytes[instance], each.transfer_ns[instance])
+        wait, transfer = int(waited[at].sum()), int(moving[at].sum())
+        found.append(CollectiveSummary(axis, kind, size, moved, len(instance), wait, transfer, speed))
     return sorted(found, key=lambda c: (-c.transfer_ns - c.wait_ns, c.axis, c.kind, c.bytes))
 
 
-def _collective_key(graph: Graph, node: int) -> tuple[str, str, int, int]:
-    one = graph.collectives[int(graph.instance[node])]
+def _collective_key(graph: Graph, each: Instances, node: int) -> tuple[str, str, int, int]:
+    instance = int(graph.instance[node])
+    one = graph.collectives[instance]
     group = graph.groups[one.group] if one.group >= 0 else None
-    moved = max(one.bytes_in, one.bytes_out)
-    return (group.axis if group else "", one.kind, group.size if group else -1, moved)
+    return (group.axis if group else "", one.kind, group.size if group else -1, int(each.bytes[instance]))

@@ -14,6 +14,8 @@ EXAMPLES = "gemm*=0.5, comm=3, host=0.25, layer:blocks.3=0.5, bandwidth.nic=2x, 
 _RANK = re.compile(r"rank(\d+)\.?(.*)$")
 _TIME = re.compile(r"([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(ns|us|µs|ms|s)$")
 _FACTOR = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)x?$")
+MOST_S = 1_000_000
+"""Longest time that a rule may add or take, about twelve days."""
 
 
 class Action(Enum):
@@ -33,7 +35,8 @@ class Action(Enum):
 class Rule:
     """One change. `target` is a class, a name pattern, `layer:PATTERN`, an axis or a tier; "" is everything.
 
-    factor multiplies durations (divides them for BANDWIDTH); time_ns is added to each (ADD) or each step (DELAY).
+    factor multiplies durations (divides them for BANDWIDTH); time_ns is added to each (ADD) or each step (DELAY, which
+    takes a negative time out of what delays the rank).
     """
 
     text: str
@@ -67,7 +70,7 @@ def parse_rule(text: str) -> Rule:
         return Rule(text, action, tail, rank, _factor(text, value))
     time = _TIME.match(value)
     if time is not None:
-        return Rule(text, Action.ADD, target, rank, time_ns=_ns(time))
+        return Rule(text, Action.ADD, target, rank, time_ns=_ns(text, time))
     return Rule(text, Action.SCALE, target, rank, _factor(text, value))
 
 
@@ -81,11 +84,14 @@ def _delay(text: str, value: str, rank: int | None) -> Rule:
         raise UsageError(
             f"rule {text!r}: {value!r} is no time; write it like 20ms, 5us, or none to keep the peers' pace"
         )
-    return Rule(text, Action.DELAY, rank=rank, time_ns=_ns(time))
+    return Rule(text, Action.DELAY, rank=rank, time_ns=_ns(text, time))
 
 
-def _ns(time: re.Match[str]) -> int:
-    return round(float(time[1]) * UNITS_NS[time[2]])
+def _ns(text: str, time: re.Match[str]) -> int:
+    value_ns = float(time[1]) * UNITS_NS[time[2]]
+    if not abs(value_ns) <= MOST_S * UNITS_NS["s"]:
+        raise UsageError(f"rule {text!r}: {time[0]} is longer than any step; give at most {MOST_S:,} s")
+    return round(value_ns)
 
 
 def _factor(text: str, value: str) -> float:

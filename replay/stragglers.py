@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaletrace.parse.events import Int32Array, IntArray
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 from scaletrace.replay.align import pair, sequences, tokens
 from scaletrace.replay.engine import replay, replay_columns
@@ -90,14 +90,20 @@ def peers_pace(graph: Graph) -> IntArray:
 
     Stalls shrink to the median share of stall of the other ranks. Nodes without a counterpart keep their durations.
     """
+    pace, known = counterpart_pace(graph)
+    return _pace_stalls(graph, np.where(known, np.minimum(graph.dur_ns, pace), graph.dur_ns))
+
+
+def counterpart_pace(graph: Graph) -> tuple[IntArray, BoolArray]:
+    """Median duration of each node's counterparts on the nearest other ranks, int64[n], and which nodes have any."""
     mark, parts = tokens(graph), sequences(graph)
     own = graph.nodes(*_OWN)
-    lanes = _lane_order(graph)
+    lanes = lane_order(graph)
     by_place: dict[tuple[int, int], dict[int, Int32Array]] = {}
     for (rank, step, lane), nodes in parts.items():
         if lane >= 0:
             by_place.setdefault((step, lanes[lane]), {})[rank] = nodes
-    out = graph.dur_ns.copy()
+    out, found = graph.dur_ns.copy(), np.zeros(len(graph), np.bool_)
     for here in by_place.values():
         for rank, nodes in here.items():
             peers = [r for r in sorted(here, key=lambda r: (abs(r - rank), r)) if r != rank][:MOST_PEERS]
@@ -108,9 +114,9 @@ def peers_pace(graph: Graph) -> IntArray:
                 at = pair(mark[nodes], mark[here[peer]])
                 table[row, at >= 0] = graph.dur_ns[here[peer][at[at >= 0]]]
             known = np.isfinite(table).any(axis=0) & own[nodes]
-            pace = np.nanmedian(table[:, known], axis=0).astype(np.int64)
-            out[nodes[known]] = np.minimum(out[nodes[known]], pace)
-    return _pace_stalls(graph, out)
+            out[nodes[known]] = np.nanmedian(table[:, known], axis=0).astype(np.int64)
+            found[nodes[known]] = True
+    return out, found
 
 
 def _pace_stalls(graph: Graph, dur_ns: IntArray) -> IntArray:
@@ -125,7 +131,7 @@ def _pace_stalls(graph: Graph, dur_ns: IntArray) -> IntArray:
     return dur_ns
 
 
-def _lane_order(graph: Graph) -> dict[int, int]:
+def lane_order(graph: Graph) -> dict[int, int]:
     """A number for each lane that counterparts on other ranks share: device streams by name, threads by order."""
     names: dict[str, int] = {}
     out: dict[int, int] = {}

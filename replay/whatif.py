@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from scaletrace.errors import UsageError
 from scaletrace.parse.events import BoolArray, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 from scaletrace.replay.contention import Slowdown, fit_slowdown, overlapped_share
+from scaletrace.replay.delays import Removal, remove_delay
 from scaletrace.replay.engine import replay
 from scaletrace.replay.rules import CLASSES, Action, Rule, parse_rule
 from scaletrace.replay.stragglers import peers_pace
@@ -26,18 +28,33 @@ _CLASS_KINDS = {
     "all": (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.KERNEL, NodeKind.COPY, NodeKind.TRANSFER, NodeKind.STALL),
 }
 SWEEPS = 3
+MOST_NS = 2**60
+"""All durations together after a rule; what is longer would leave 64 bits on its way through the graph."""
+BOUND = (
+    "overlap=ideal lets no work wait for communication, which real dependencies do: the gain is an upper bound, the step "
+    "a lower one"
+)
 TIERS = ("nic", "nvlink")
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The replays before and after; `changed` counts the nodes each rule touched; notes say what was assumed."""
+    """The replays before and after; `changed` counts the nodes each rule touched; notes say what was assumed.
+
+    removed  what each rule that takes a delay out asked for and found
+    """
 
     before: Timeline
     after: Timeline
     rules: tuple[Rule, ...]
     changed: dict[str, int]
     notes: list[str] = field(default_factory=list)
+    removed: dict[str, Removal] = field(default_factory=dict)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the answer is the most that the change can bring instead of what it will."""
+        return any(rule.action is Action.IDEAL_OVERLAP for rule in self.rules)
 
     @property
     def change_ns(self) -> int:
@@ -59,13 +76,14 @@ def whatif(graph: Graph, rules: Sequence[str | Rule], *, arbitrate: bool = True,
     parsed = tuple(parse_rule(rule) if isinstance(rule, str) else rule for rule in rules)
     before = replay(graph, arbitrate=arbitrate)
     notes: list[str] = []
-    changed_graph, dur, changed = apply_rules(graph, parsed, notes)
+    removed: dict[str, Removal] = {}
+    changed_graph, dur, changed = apply_rules(graph, parsed, notes, removed)
     if not slowdown:
-        return WhatIf(before, replay(changed_graph, dur, arbitrate=arbitrate), parsed, changed, notes)
+        return WhatIf(before, replay(changed_graph, dur, arbitrate=arbitrate), parsed, changed, notes, removed)
     fitted = fit_slowdown(before)
     notes.append(fitted.describe())
     after = _with_slowdown(before, changed_graph, dur, fitted, arbitrate)
-    return WhatIf(before, after, parsed, changed, notes)
+    return WhatIf(before, after, parsed, changed, notes, removed)
 
 
 def _with_slowdown(before: Timeline, graph: Graph, dur: IntArray, fitted: Slowdown, arbitrate: bool) -> Timeline:
@@ -78,12 +96,15 @@ def _with_slowdown(before: Timeline, graph: Graph, dur: IntArray, fitted: Slowdo
     return after
 
 
-def apply_rules(graph: Graph, rules: Sequence[Rule], notes: list[str]) -> tuple[Graph, IntArray, dict[str, int]]:
+def apply_rules(
+    graph: Graph, rules: Sequence[Rule], notes: list[str], removed: dict[str, Removal]
+) -> tuple[Graph, IntArray, dict[str, int]]:
     """The graph and durations after all rules in order, and how many nodes each touched."""
     dur, changed = graph.dur_ns.copy(), {}
     for rule in rules:
         if rule.action is Action.IDEAL_OVERLAP:
             graph, count = _ideal_overlap(graph)
+            notes.append(BOUND)
         elif rule.action is Action.DROP:
             graph, dur, count = _drop(graph, dur, rule)
         elif rule.action is Action.PEERS:
@@ -91,6 +112,11 @@ def apply_rules(graph: Graph, rules: Sequence[Rule], notes: list[str]) -> tuple[
             paced = np.minimum(dur, peers_pace(graph))
             count = int((mine & (paced < dur)).sum())
             dur = np.where(mine, paced, dur)
+        elif rule.action is Action.DELAY and rule.time_ns < 0:
+            ranks = _ranks(graph) if rule.rank is None else [_known_rank(graph, rule)]
+            dur, touched, removed[rule.text] = remove_delay(graph, dur, ranks, -rule.time_ns)
+            count = int(touched.sum())
+            notes.append(removed[rule.text].describe(rule.text))
         elif rule.action is Action.DELAY:
             dur, count = _delay(graph, dur, rule)
         elif rule.action in (Action.BANDWIDTH, Action.LATENCY):
@@ -98,10 +124,16 @@ def apply_rules(graph: Graph, rules: Sequence[Rule], notes: list[str]) -> tuple[
         else:
             chosen = select(graph, rule)
             count = int(chosen.sum())
-            scaled = np.rint(dur[chosen] * rule.factor).astype(np.int64) + rule.time_ns
-            dur[chosen] = np.maximum(scaled, 0)
+            dur[chosen] = _whole(np.maximum(dur[chosen] * rule.factor + rule.time_ns, 0), rule)
         changed[rule.text] = count
     return graph, dur, changed
+
+
+def _whole(values_ns: npt.NDArray[np.float64], rule: Rule) -> IntArray:
+    """Durations as whole nanoseconds. Raises UsageError where a rule makes the job longer than its times can hold."""
+    if not float(values_ns.sum()) <= MOST_NS:
+        raise UsageError(f"rule {rule.text!r} makes the job last more than {MOST_NS // 10**9 // 31_557_600} years")
+    return np.rint(values_ns).astype(np.int64)
 
 
 def select(graph: Graph, rule: Rule) -> BoolArray:
@@ -143,8 +175,12 @@ def _of_kind(graph: Graph, pattern: str) -> BoolArray:
     return np.isin(graph.instance, _matching(kinds, pattern)) & (graph.instance >= 0)
 
 
+def _ranks(graph: Graph) -> list[int]:
+    return [int(rank) for rank in np.unique(graph.rank[graph.lane >= 0])]
+
+
 def _known_rank(graph: Graph, rule: Rule) -> int:
-    ranks = np.unique(graph.rank[graph.lane >= 0]).tolist()
+    ranks = _ranks(graph)
     if rule.rank is None or rule.rank not in ranks:
         raise UsageError(f"rule {rule.text!r}: rank {rule.rank} is not in this job (ranks {ranks[0]} to {ranks[-1]})")
     return rule.rank
@@ -159,7 +195,7 @@ def _delay(graph: Graph, dur: IntArray, rule: Rule) -> tuple[IntArray, int]:
     stepped = at[graph.step[at] >= 0] if (graph.step[at] >= 0).any() else at
     _, first = np.unique(np.stack((graph.rank[stepped], graph.step[stepped])), axis=1, return_index=True)
     out = dur.copy()
-    out[stepped[first]] = np.maximum(out[stepped[first]] + rule.time_ns, 0)
+    out[stepped[first]] = _whole(out[stepped[first]].astype(np.float64) + rule.time_ns, rule)
     return out, len(first)
 
 
@@ -209,11 +245,11 @@ def _link(graph: Graph, dur: IntArray, rule: Rule, notes: list[str]) -> tuple[In
         )
     latency = np.minimum(latencies(graph, notes), dur)
     if rule.action is Action.LATENCY:
-        changed = dur - latency + np.rint(latency * rule.factor).astype(np.int64)
+        changed = dur - latency + _whole(np.where(chosen, latency * rule.factor, 0.0), rule)
     elif rule.factor == 0:
         raise UsageError(f"rule {rule.text!r}: a bandwidth of zero never ends")
     else:
-        changed = latency + np.rint((dur - latency) / rule.factor).astype(np.int64)
+        changed = latency + _whole(np.where(chosen, (dur - latency) / rule.factor, 0.0), rule)
     return np.where(chosen, changed, dur), int(chosen.sum())
 
 

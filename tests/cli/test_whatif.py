@@ -50,7 +50,34 @@ def test_whatif_table(capture: Path) -> None:
     assert "0.077 ms → 0.052 ms: 0.025 ms (32.5%) shorter" in found.stdout
 
 
-@pytest.mark.parametrize(("rule", "code"), [("gemm", 2), ("nothing=2", 2), ("rank9.gemm=2", 2), ("gemm=quick", 2)])
+def test_bound_is_not_sold_as_a_prediction(capture: Path) -> None:
+    """overlap=ideal says "at most" in the headline, why in a note, and is_bound in JSON."""
+    arguments = (str(capture), "--set", "overlap=ideal", "--no-trace")
+    text, answer = run(whatif, *arguments).stdout, json.loads(run(whatif, *arguments, "--json").stdout)
+
+    assert "shorter at most" in text
+    assert "upper bound" in text
+    assert answer["is_bound"]
+
+
+def test_removed_delay_says_how_much_there_was(capture: Path) -> None:
+    """Alone in one step a rank can only give up the 6 us between its launches, which hide under the kernel: both are said."""
+    arguments = (str(capture), "--set", "rank0.delay=-50ms", "--no-trace", "--json")
+    answer = json.loads(run(whatif, *arguments).stdout)
+    (rule,) = answer["rules"]
+
+    assert (50_000_000, 6_000, 0) == (rule["asked_ns"], rule["taken_ns"], answer["change_ns"])
+    assert {"host": 6_000, "stall": 0, "kernels": 0} == rule["taken_from_ns"]
+    assert any("could be taken out" in note for note in answer["notes"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        *(("gemm", 2), ("nothing=2", 2), ("rank9.gemm=2", 2), ("gemm=quick", 2)),
+        *(("rank0.delay=1e30s", 2), ("gemm=1e300", 2), ("gemm=1e999us", 2)),
+    ],
+)
 def test_wrong_rules_are_wrong_usage(capture: Path, rule: str, code: int) -> None:
     """Exit code 2, a sentence on stderr, nothing on stdout."""
     found = run(whatif, str(capture), "--set", rule, "--no-trace", "--json")

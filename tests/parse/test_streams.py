@@ -80,7 +80,8 @@ def test_touching_calls_do_not_nest(tmp_path: Path) -> None:
 
 
 def _syncs(folder: Path, events: list[Event]) -> list[int]:
-    parts = read_rank(RankInput(job_of(folder, events).ranks[0], 0, np.zeros(0, np.int64)), Health())
+    job = job_of(folder, events)
+    parts = read_rank(job, RankInput(job.ranks[0], 0, np.zeros(0, np.int64)), Health())
     return parts.syncs.status[parts.syncs.is_sync].tolist()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from scaletrace.parse.graph import EdgeKind, Graph, GraphLane, Measured, NodeKind
@@ -58,6 +60,43 @@ def test_a_step_is_predicted_from_the_others() -> None:
 
     assert [260, 200, 150] == [a.predicted_ns for a in found]
     assert [1.0, 1.0, 1.0] == [a.mapped for a in found]
+
+
+def _two_threads(first: list[int], second: list[int]) -> tuple[Graph, Measured]:
+    """Two ranks whose kernels meet at the end of every step; a step is as long as the slower of the two."""
+    nodes, edges, step = [], [], []
+    for at, pair in enumerate(zip(first, second, strict=True)):
+        for rank, dur in enumerate(pair):
+            nodes.append(("gemm", NodeKind.KERNEL, rank, rank, dur))
+            if at:
+                edges += [
+                    (2 * at - 2, 2 * at + rank, 0, EdgeKind.STREAM),
+                    (2 * at - 1, 2 * at + rank, 0, EdgeKind.STREAM),
+                ]
+            step.append(at)
+    graph = graph_of(nodes, edges, step=step, lanes=[GraphLane(0, "stream 7", True), GraphLane(1, "stream 7", True)])
+    timeline = replay(graph)
+    return graph, Measured(timeline.start_ns, timeline.end_ns, np.ones(len(graph), np.bool_))
+
+
+def test_what_happened_together_is_donated_together() -> None:
+    """Either rank is slow by turns: steps of 200 each; a mean of durations would say 150, the donors say 200."""
+    graph, measured = _two_threads([100, 200, 100, 200], [200, 100, 200, 100])
+
+    found = across_steps(graph, measured)
+
+    assert [200, 200, 200, 200] == [a.predicted_ns for a in found]
+    assert [(200, 200)] * 4 == [(a.low_ns, a.high_ns) for a in found]
+
+
+def test_a_step_of_no_length_is_left_out() -> None:
+    """Marks without time between them can't be predicted, and divide nothing."""
+    graph, measured = _steps([100, 0, 200])
+    graph = replace(graph, dur_ns=np.where(graph.step == 1, 0, graph.dur_ns))
+    timeline = replay(graph)
+    measured = replace(measured, start_ns=timeline.start_ns, end_ns=timeline.end_ns)
+
+    assert [0, 2] == [a.step for a in across_steps(graph, measured)]
 
 
 def test_window_without_steps_is_one_step() -> None:

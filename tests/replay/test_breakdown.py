@@ -20,6 +20,7 @@ def test_parts_sum_to_the_wall(graph: Graph) -> None:
     for part in breakdown(timeline):
         assert timeline.makespan_ns == part.wall_ns
         assert part.wall_ns == sum(getattr(part, f"{name}_ns") for name in PARTS)
+        assert 0 <= part.loader_ns <= part.host_ns
 
 
 def test_waiting_for_a_late_rank_is_exposed_communication() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletrace.cli import inspect as cli_inspect
 from scaletrace.replay.diff import Change, Diff, diff
 from scaletrace.replay.result import ReplayResult, replay_job
 from tests.parse.traces import call, job_of, kernel, op
@@ -64,6 +65,15 @@ def test_collectives_are_summed_by_kind(tmp_path: Path) -> None:
     assert ("all_reduce", 2, 4000, 1) == (one.kind, one.group_size, one.bytes, one.count)
     assert 50_000 == pytest.approx(one.wait_ns, abs=1_000)
     assert one.busbw_Bps == pytest.approx(4000 * 2 / (one.transfer_ns / 1e9))
+
+
+def test_speed_of_a_collective_is_the_one_that_inspect_shows(tmp_path: Path) -> None:
+    """One definition: the median over complete instances, not a sum that incomplete ones or waits take part in."""
+    result = _result(tmp_path, 50)
+    (shown,) = cli_inspect._collectives(result.built.job)["by_kind"]
+    (one,) = result.collectives
+
+    assert (shown["busbw_Bps"], shown["bytes"], shown["group_size"]) == (one.busbw_Bps, one.bytes, one.group_size)
 
 
 def test_late_rank_is_the_first_straggler(tmp_path: Path) -> None:

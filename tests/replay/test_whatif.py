@@ -37,7 +37,11 @@ def test_rule_texts(text: str, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["gemm", "gemm=", "=2", "gemm=fast", "overlap=some", "delay=none", "delay=2", "gemm=-1", "gemm=1e999"]
+    "text",
+    [
+        *("gemm", "gemm=", "=2", "gemm=fast", "overlap=some", "delay=none", "delay=2", "gemm=-1", "gemm=1e999"),
+        *("rank0.delay=1e30s", "rank0.delay=-1e30s", "gemm=1e999us", "host=2e7s"),
+    ],
 )
 def test_wrong_rules_say_what_is_wrong(text: str) -> None:
     """A rule that means nothing is refused with its own text."""
@@ -81,6 +85,34 @@ def test_rules_that_select_nothing_are_refused(rule: str) -> None:
     """A rule without effect is an error of the caller, never a silent zero."""
     with pytest.raises(UsageError):
         whatif(two_ranks(), [rule])
+
+
+@pytest.mark.parametrize("rule", ["gemm=1e300", "gemm=1e18", "bandwidth=1e-300x", "latency=1e300"])
+def test_rules_beyond_64_bits_are_refused(rule: str) -> None:
+    """A change that no clock can hold is wrong usage with a reason, not an overflow."""
+    if rule.startswith("latency"):
+        nodes = [("nccl", NodeKind.TRANSFER, 0, 0, dur) for dur in (10, 30)]
+        graph = graph_of(
+            nodes,
+            [(0, 1, 0, EdgeKind.STREAM)],
+            instance={0: 0, 1: 1},
+            groups=[GraphGroup("dp", 2, 1, 2)],
+            collectives=[GraphCollective("all_reduce", 0, size, size) for size in (0, 1000)],
+        )
+    else:
+        graph = two_ranks()
+
+    with pytest.raises(UsageError, match="years"):
+        whatif(graph, [rule])
+
+
+def test_ideal_overlap_is_called_a_bound() -> None:
+    """What real dependencies leave of it is less: the answer says so; a prediction is not called one."""
+    bound, plain = (whatif(two_ranks(), [rule]) for rule in ("overlap=ideal", "gemm=0.5"))
+
+    assert (True, False) == (bound.is_bound, plain.is_bound)
+    assert ["upper bound" in note for note in bound.notes] == [True]
+    assert [] == plain.notes
 
 
 def test_rules_apply_in_order() -> None:

@@ -248,7 +248,9 @@ def _of_same_experts(group: GraphGroup, experts: GraphGroup, others: Sequence[Gr
     """Whether a data group joins every ep-th rank of a larger data group: they hold the same experts."""
     if group.axis not in DATA_AXES or experts.size < 2 or group.stride != experts.stride * experts.size:
         return False
-    return any(other.axis in (*DATA_AXES, "world") and other.size >= group.size * experts.size for other in others)
+    return any(
+        other.axis in (group.axis, "dp", "world") and other.size >= group.size * experts.size for other in others
+    )
 
 
 def scaled(layout: Layout, ranks: int, asked: Layout | None = None) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -37,28 +38,41 @@ def resize_micro_batch(state: State, samples: int) -> State:
     return replace(out, layout=replace(state.layout, mbs=samples))
 
 
-def attends(state: State, shape: Shape) -> bool:
-    """Whether an operator has a row for each query and a column (or depth) for each key: attention, fused or not.
+def attention_of(state: State) -> Callable[[Shape], bool]:
+    """Tells operators that have a row for each query and a column (or depth) for each key: attention, fused or not.
 
-    Unfused attention is told by its sizes: batched products between tokens, and passes over more rows than there are
-    tokens that are as wide as a sample is long.
+    Unfused attention is told by its sizes: batched products between tokens, and beside those passes over more rows than
+    there are tokens that are as wide as a sample is long.
     """
-    if shape.work is Work.ATTENTION:
-        return True
-    queries, keys = state.layout.seq / state.layout.cp, (state.layout.seq, state.layout.seq / state.layout.cp)
-    if shape.work is Work.MATMUL:
-        return shape.batch > 1 and shape.rows in (queries, *keys) and (shape.columns in keys or shape.depth in keys)
+    queries = state.layout.seq / state.layout.cp
+    keys = {float(state.layout.seq), queries}
     tokens = queries * state.layout.mbs
-    return shape.columns in keys and shape.rows > tokens and shape.rows % queries == 0
+
+    def between_tokens(shape: Shape) -> bool:
+        return shape.batch > 1 and shape.rows in keys and (shape.columns in keys or shape.depth in keys)
+
+    products = {shape for shape in state.work.shape if shape is not None and shape.work is Work.MATMUL}
+    unfused = any(between_tokens(shape) for shape in products)
+
+    def attends(shape: Shape) -> bool:
+        if shape.work is Work.ATTENTION:
+            return True
+        if shape.work is Work.MATMUL:
+            return between_tokens(shape)
+        return unfused and shape.columns in keys and shape.rows > tokens and shape.rows % queries == 0
+
+    return attends
 
 
 def token_stretch(state: State, rows: float, *, batch: float = 1.0, queries: float = 1.0, keys: float = 1.0) -> Stretch:
     """How operators change with their tokens: attention by samples, queries and keys, all others by `rows`."""
 
+    attends = attention_of(state)
+
     def stretch(shape: Shape | None, role: Role) -> tuple[Shape | None, float]:
         if shape is None:
             return None, batch * queries * keys if role is Role.HEADS else rows
-        if not attends(state, shape):
+        if not attends(shape):
             return shape.scaled(rows=rows), rows
         if shape.work is Work.ATTENTION:
             return shape.scaled(rows=queries, columns=keys, batch=batch), rows

@@ -13,7 +13,7 @@ import numpy as np
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import Phase
-from scaletrace.extrapolate.rewrite.batch import attends, without_nodes
+from scaletrace.extrapolate.rewrite.batch import attention_of, without_nodes
 from scaletrace.extrapolate.rewrite.insert import by_place, neighbours, pruned
 from scaletrace.extrapolate.rewrite.loom import Woven, reopen
 from scaletrace.extrapolate.rewrite.schedules import Program, build
@@ -64,8 +64,9 @@ def _without(state: State) -> State:
 
 
 def _attention_nodes(state: State, phase: Phase) -> BoolArray:
+    attends = attention_of(state)
     named = np.array([classify(name) is Work.ATTENTION for name in state.graph.names] + [False], np.bool_)
-    shaped = np.array([shape is not None and attends(state, shape) for shape in state.work.shape], np.bool_)
+    shaped = np.array([shape is not None and attends(shape) for shape in state.work.shape], np.bool_)
     blind = np.array([shape is None for shape in state.work.shape], np.bool_)
     attention = (shaped | (blind & named[state.graph.name])) & state.work.computes
     return np.asarray(attention & (state.anatomy.phase == int(phase)), np.bool_)

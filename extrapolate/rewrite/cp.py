@@ -17,7 +17,7 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES
-from scaletrace.extrapolate.rewrite.batch import attends, more_tokens, token_stretch, without_nodes
+from scaletrace.extrapolate.rewrite.batch import attention_of, more_tokens, token_stretch, without_nodes
 from scaletrace.extrapolate.rewrite.data import resized_item
 from scaletrace.extrapolate.rewrite.insert import (
     LANES,
@@ -137,8 +137,9 @@ def _attentions(state: State, degree: int, parts: int) -> list[_Attention]:
 
 
 def _attention_nodes(state: State) -> BoolArray:
+    attends = attention_of(state)
     named = np.array([classify(name) is Work.ATTENTION for name in state.graph.names] + [False], np.bool_)
-    shaped = np.array([shape is not None and attends(state, shape) for shape in state.work.shape], np.bool_)
+    shaped = np.array([shape is not None and attends(shape) for shape in state.work.shape], np.bool_)
     blind = np.array([shape is None for shape in state.work.shape], np.bool_)
     where = shaped | (blind & named[state.graph.name])
     return np.asarray(where & state.work.computes & passes(state), np.bool_)

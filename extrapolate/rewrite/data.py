@@ -6,7 +6,7 @@ scatters of shards change their padding, and the measured ranks become classes t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,7 +43,8 @@ def resize(graph: Graph, old: Layout, new: Layout, units: Sequence[Sequence[Shap
             f"only dp and fsdp can be stretched by this rewrite; {', '.join(changed)} differ from the trace"
         )
     before, after = degrees(old), degrees(new)
-    groups = tuple(_group(group, old, new) for group in graph.groups)
+    apart = {group.stride * group.size for group in graph.groups if group.axis == "ep" and group.size > 1}
+    groups = tuple(_group(group, old, new, apart) for group in graph.groups)
     collectives = tuple(
         resized_item(item, graph.groups, groups, units) if item.group >= 0 else item for item in graph.collectives
     )
@@ -66,8 +67,11 @@ def _spread(multiplicity: np.typing.NDArray[np.int32], factor: float) -> np.typi
     return np.asarray(out, np.int32)
 
 
-def _group(group: GraphGroup, old: Layout, new: Layout) -> GraphGroup:
-    """Size of the group's axis, and a stride that grows with the axes inside it."""
+def _group(group: GraphGroup, old: Layout, new: Layout, apart: Collection[int]) -> GraphGroup:
+    """Size of the group's axis, and a stride that grows with the axes inside it.
+
+    apart: strides of groups of ranks that hold the same experts, which stay where experts do
+    """
     world = group.size == old.ranks and old.ranks > 1
     axis = axis_of(group.axis)
     if world and axis in DATA_AXES and getattr(old, axis) != group.size:
@@ -77,6 +81,8 @@ def _group(group: GraphGroup, old: Layout, new: Layout) -> GraphGroup:
         was, now = old.data_ranks, new.data_ranks
     size = round(group.size * now / was)
     stride = group.stride
+    if stride in apart and getattr(old, axis) != group.size:
+        return replace(group, size=max(1, size))
     if stride == old.span(axis).stride or group.size == 1:
         stride = new.span(axis).stride
     elif stride > 0:

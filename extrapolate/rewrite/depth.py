@@ -10,7 +10,7 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Shape, Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.nodework import Role, Weight
-from scaletrace.extrapolate.rewrite.batch import ACTIVATIONS, attends, carry_activations
+from scaletrace.extrapolate.rewrite.batch import ACTIVATIONS, attention_of, carry_activations
 from scaletrace.extrapolate.rewrite.data import refitted
 from scaletrace.extrapolate.rewrite.loom import FloatArray
 from scaletrace.extrapolate.rewrite.precision import SCALAR_BYTES
@@ -91,10 +91,12 @@ def resize_hidden(state: State, hidden: int) -> State:
     if factor == 1.0:
         return replace(state, layout=replace(state.layout, hidden=hidden))
 
+    attends = attention_of(state)
+
     def stretch(shape: Shape | None, role: Role) -> tuple[Shape | None, float]:
         if shape is None:
             return None, factor
-        if attends(state, shape):
+        if attends(shape):
             heads = {"batch": factor} if shape.work in (Work.ATTENTION, Work.MATMUL) else {"rows": factor}
             return shape.scaled(**heads), factor
         if shape.work is Work.MATMUL:

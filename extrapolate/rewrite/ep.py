@@ -17,7 +17,7 @@ from scaletrace.extrapolate.kernels import Shape, Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES
 from scaletrace.extrapolate.nodework import Role
-from scaletrace.extrapolate.rewrite.batch import attends
+from scaletrace.extrapolate.rewrite.batch import attention_of
 from scaletrace.extrapolate.rewrite.data import resized_item
 from scaletrace.extrapolate.rewrite.insert import Insertion, by_place, level_of, neighbours, nodes_of_axis, removed
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, cost_s, recosted, scaled_bytes, stretched, told
@@ -107,8 +107,9 @@ def _noted(state: State, before: State, after: Imbalance, tokens_by_expert: Sequ
 
 def _expert_products(state: State) -> BoolArray:
     """Products of several matrices each with rows of its own that are no attention: grouped by expert."""
+    attends = attention_of(state)
     return np.array(
-        [shape is not None and shape.work is Work.MATMUL and shape.batch > 1 and not attends(state, shape)
+        [shape is not None and shape.work is Work.MATMUL and shape.batch > 1 and not attends(shape)
          for shape in state.work.shape], np.bool_
     ) & state.work.computes  # fmt: skip
 
@@ -178,7 +179,11 @@ def _parameters(state: State, old: int, new: int) -> State:
     layout, groups = state.layout, state.graph.groups
     stride = next((group.stride for group in groups if group.axis == "ep"), layout.tp * layout.cp)
     data = layout.data_ranks * layout.cp
-    own = {index for index, group in enumerate(groups) if old > 1 and _of_experts(group, old, stride, data)}
+    own = {
+        index
+        for index, group in enumerate(groups)
+        if old > 1 and _of_experts(group, old, stride, data) and getattr(layout, group.axis) != group.size
+    }
     if not own:
         return state
     out = tuple(
@@ -243,7 +248,9 @@ def _inserted(state: State, degree: int, level: float) -> State:
                     and shape.work is Work.MATMUL]  # fmt: skip
         if products:
             tokens = round(products[0].rows * products[0].batch)
-            width = min(products[0].depth, products[-1].columns)
+            backward = each.phase == int(Phase.BACKWARD)
+            ends = (products[-1], products[0]) if backward else (products[0], products[-1])
+            width = min(ends[0].depth, ends[1].columns)
             size = round(tokens * width * products[0].element_bytes)
             experts = max(degree, round(products[0].batch * degree))
         else:

@@ -12,7 +12,7 @@ from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.nodework import Role
 from scaletrace.extrapolate.relayout import relayout
-from scaletrace.extrapolate.rewrite.batch import attends, resize_micro_batch
+from scaletrace.extrapolate.rewrite.batch import attention_of, resize_micro_batch
 from scaletrace.extrapolate.rewrite.cp import EXCHANGES, spread_context
 from scaletrace.extrapolate.rewrite.insert import PART
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence
@@ -171,10 +171,12 @@ def test_unfused_attention_is_told_by_its_sizes_and_grows_with_the_square(statef
     norm, experts = Shape(Work.NORM, 8192, 4096), Shape(Work.MATMUL, 1024, 4096, 512, 8)
     big = Ceilings(1e12, 1e15)
     shape = [scores if s is not None and s.work is Work.ATTENTION else s for s in state.work.shape]
-    made = resize_sequence(replace(state, work=replace(state.work, shape=tuple(shape)), ceilings=big), 4096)
+    state = replace(state, work=replace(state.work, shape=tuple(shape)), ceilings=big)
+    attends = attention_of(state)
+    made = resize_sequence(state, 4096)
     grown = [s for s in made.work.shape if s is not None and s.work is Work.MATMUL and s.batch > 1]
 
-    assert [True, True, True, False, False] == [attends(state, s) for s in (scores, mixed, softmax, norm, experts)]
+    assert [True, True, True, False, False] == [attends(s) for s in (scores, mixed, softmax, norm, experts)]
     assert {scores.scaled(rows=2, columns=2)} == set(grown)
     assert seconds(grown[0], big) == pytest.approx(4 * seconds(scores, big), rel=0.01)
 

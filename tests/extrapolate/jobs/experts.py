@@ -59,7 +59,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dense(self.norm(x))
         if degree > 1:
-            functional.all_to_all_single(counts, None, None, ep)
+            functional.wait_tensor(functional.all_to_all_single(counts, None, None, ep))
             arrived = functional.all_to_all_single_autograd(x[order], receive, send, ep)
             back = functional.all_to_all_single_autograd(self.experts(arrived), send, receive, ep)
         else:

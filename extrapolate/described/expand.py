@@ -152,7 +152,7 @@ def groups(layout: Layout) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     found = [("world", "default_pg", tuple(range(layout.ranks)))]
     names = {
         "dp": "mesh_dp_replicate",
-        "shard": "mesh_dp_shard",
+        "shard": "mesh_dp_shard_cp" if layout.cp > 1 else "mesh_dp_shard",
         "tp": "mesh_tp",
         "cp": "mesh_cp",
         "ep": "mesh_ep",

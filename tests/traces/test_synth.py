@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ from scaletrace.replay.accuracy import step_errors, without_stalls
 from scaletrace.replay.engine import replay
 from scaletrace.traces.synth import (
     Annotation,
+    Backward,
     Collective,
     Fault,
     HostOp,
     Instruction,
     Kernel,
+    Module,
     ProcessGroup,
     Sync,
     SynthJob,
@@ -28,6 +31,7 @@ from scaletrace.traces.synth import (
     plan,
     write_capture,
 )
+from scaletrace.traces.synth.faults import FAULTS, conditions
 
 GROUPS = (ProcessGroup("0", "default_pg", (0, 1)), ProcessGroup("1", "mesh_dp_shard", (0, 1)))
 MS = 1_000_000
@@ -88,6 +92,107 @@ def test_ranks_that_call_collectives_in_another_order_are_refused() -> None:
         plan(job)
 
 
+def test_kernels_beside_a_collective_take_longer_and_the_collective_too() -> None:
+    """κ = 1 doubles a kernel that is wholly covered; a transfer beside kernels all along takes 1 + μ times as long."""
+    beside = (
+        Collective("all_reduce", "0", 4 * MS, 8, 8, slowdown=1.0),
+        Kernel("beside", MS),
+        Wait(20),
+        Kernel("alone", MS),
+        Sync(),
+    )
+    job = SynthJob(1, (ProcessGroup("0", "default_pg", (0,)),), {0: beside}, steps=1, collective_slowdown=0.5)
+    timing = plan(job)
+    lasted = {
+        getattr(call.what, "name", "transfer"): timing.end_ns[call.end] - timing.start_ns[call.device]
+        for call in timing.plans[0].calls
+        if call.device >= 0
+    }
+
+    # The kernel starts a launch behind the transfer: 2 ms beside it, during which the transfer does 2 / 1.5 ms.
+    assert 2 * MS == lasted["beside"]
+    assert MS == lasted["alone"]
+    assert lasted["transfer"] == pytest.approx(4 * MS + 2 * MS - 2 * MS / 1.5, abs=2)
+
+
+def test_a_kernel_half_beside_a_collective_is_slowed_for_that_half() -> None:
+    """A transfer of 1 ms beside a kernel of 3 ms at κ = 1 costs it half of that millisecond."""
+    program = (Collective("all_reduce", "0", MS, 8, 8, slowdown=1.0), Kernel("gemm", 3 * MS), Sync())
+    job = SynthJob(1, (ProcessGroup("0", "default_pg", (0,)),), {0: program}, steps=1)
+    timing = plan(job)
+    call = timing.plans[0].calls[1]
+    late = timing.start_ns[call.device] - timing.start_ns[timing.plans[0].calls[0].device]
+
+    assert timing.end_ns[call.end] - timing.start_ns[call.device] == pytest.approx(3 * MS + (MS - late) / 2, abs=1)
+
+
+def test_without_slowdown_both_ways_of_timing_agree() -> None:
+    """The simulation of contending works gives the longest path where nothing slows anything."""
+    job = sharded_job()
+    plain = plan(job)
+    simulated = plan(replace(job, collective_slowdown=1e-15))
+
+    assert plain.start_ns == simulated.start_ns
+    assert plain.end_ns == simulated.end_ns
+
+
+def test_ranks_that_disagree_are_refused_with_slowdown_too() -> None:
+    """The simulation sees the cycle as well."""
+    one = Collective("all_reduce", "0", MS, 1, 1, slowdown=0.5)
+    other = Collective("all_reduce", "1", MS, 1, 1, slowdown=0.5)
+
+    with pytest.raises(UsageError, match="call their collectives in another order"):
+        plan(SynthJob(2, GROUPS, {0: (one, other), 1: (other, one)}, steps=1))
+
+
+def test_a_marked_wait_awaits_one_collective_and_no_later_one(tmp_path: Path) -> None:
+    """Two receives are posted at once; the kernel that needs the first does not wait for the second."""
+    pair = ProcessGroup("1", "mesh_pp", (0, 1))
+    slow = tuple(Kernel("gemm", 2 * MS) for _ in range(2))
+    send = (Collective("send", "1", MS, 64, 64, stream=48, peer=1), *slow,
+            Collective("send", "1", MS, 64, 64, stream=48, peer=1), Sync())  # fmt: skip
+    receive = (
+        Collective("recv", "1", MS, 64, 64, stream=44, peer=0, mark="a"),
+        Collective("recv", "1", MS, 64, 64, stream=44, peer=0, mark="b"),
+        Wait(44, mark="a"),
+        Kernel("first", MS),
+        Wait(44, mark="b"),
+        Kernel("second", MS),
+        Sync(),
+    )
+    job = SynthJob(2, (GROUPS[0], pair), {0: send, 1: receive}, steps=1)
+    calls = plan(job).plans[1].calls
+    starts = [plan(job).start_ns[call.device] for call in calls if isinstance(call.what, Kernel)]
+    write_capture(job, tmp_path)
+    built = build(load(tmp_path, workers=1))
+    errors = step_errors(built.graph, built.measured, replay(built.graph, without_stalls(built.graph)))
+
+    assert starts[1] - starts[0] > 3 * MS
+    assert 0.003 > max(abs(error.error) for error in errors)
+
+
+def test_autograd_nodes_and_modules_are_written_as_a_profiler_shows_them(tmp_path: Path) -> None:
+    """A tagged operator and its node share a sequence number; an operator lies in the one that calls it."""
+    forward = Kernel("gemm", MS, "aten::mm", shapes=((8, 4), (4, 2)), outer="aten::linear", outer_shapes=((8, 4), (2, 4), ()), tag="x")  # fmt: skip
+    program = (
+        Module("Block_0", (forward,)),
+        Backward("MmBackward0", "x", (Kernel("gemm", MS, "aten::mm"),)),
+        Sync(),
+    )
+    job = SynthJob(1, (ProcessGroup("0", "default_pg", (0,)),), {0: program}, steps=1)
+    write_capture(job, tmp_path)
+    events = json.loads(gzip.decompress((tmp_path / "rank0.json.gz").read_bytes()))["traceEvents"]
+    ops = [event for event in events if event.get("cat") == "cpu_op"]
+    numbers = [(event["name"], event["args"].get("Sequence number")) for event in ops]
+    found = {event["name"]: event for event in events}
+
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    assert [(node, 1), ("aten::linear", 1), ("aten::mm", 1), ("aten::mm", None)] == numbers
+    assert [[8, 4], [2, 4], []] == found["aten::linear"]["args"]["Input Dims"]
+    assert "python_function" == found["nn.Module: Block_0"]["cat"]
+    assert found["nn.Module: Block_0"]["ts"] < found["aten::linear"]["ts"]
+
+
 def test_the_parser_reads_what_was_written_without_a_complaint(tmp_path: Path) -> None:
     """World, groups with axes, sequence numbers, payloads and steps come back; health is clean."""
     write_capture(sharded_job(), tmp_path)
@@ -129,6 +234,95 @@ def test_a_known_straggler_is_found_with_its_wait(tmp_path: Path) -> None:
     assert 0 == int(waits.wait_ns[waits.rank == 1].max())
 
 
+@pytest.mark.parametrize(
+    ("text", "field"), [("loader-stall:1:5000000", "loader_ns"), ("late-launch:1:300", "launch_ns")]
+)
+def test_faults_of_the_host_delay_their_rank(text: str, field: str) -> None:
+    """A stalled loader delays a step once, slow launches delay it once a launch."""
+    fault = Fault.parse(text)
+    plans = [plan(sharded_job(1), faults) for faults in ([], [fault])]
+    hosts = [sum(p.end_ns[call.host] - p.start_ns[call.host] for call in p.plans[1].calls) for p in plans]
+    loads = [[stretch for stretch in p.plans[1].ranges if "DataLoader" in stretch.what.name] for p in plans]
+
+    assert int(fault.amount) == getattr(conditions([fault], 1), field)
+    assert 0 == getattr(conditions([fault], 0), field)
+    if field == "launch_ns":
+        assert 300 * (2 + 2 + 2 + 2 + 1) == hosts[1] - hosts[0]
+    else:
+        assert [0, 1] == [len(found) for found in loads]
+        assert 5 * MS == plans[1].end_ns[loads[1][0].last] - plans[1].start_ns[loads[1][0].first]
+
+
+def test_jitter_spreads_kernels_and_keeps_their_mean() -> None:
+    """Standard deviation as asked, the same each time, other ranks untouched."""
+    many = tuple(Kernel("gemm", MS) for _ in range(400))
+    job = SynthJob(2, GROUPS, {0: many, 1: many}, steps=1)
+    timing = plan(job, [Fault.parse("jitter:1:0.1")])
+    lasted = [
+        [timing.end_ns[call.end] - timing.start_ns[call.device] for call in timing.plans[rank].calls] for rank in (0, 1)
+    ]
+
+    assert {MS} == set(lasted[0])
+    assert np.mean(lasted[1]) == pytest.approx(MS, rel=0.02)
+    assert np.std(lasted[1]) == pytest.approx(0.1 * MS, rel=0.1)
+    assert timing.end_ns == plan(job, [Fault.parse("jitter:1:0.1")]).end_ns
+
+
+def test_a_drifting_clock_keeps_spans_nested(tmp_path: Path) -> None:
+    """Durations drift too, so nothing crosses that was nested."""
+    write_capture(sharded_job(), tmp_path, [Fault.parse("drift:1:500")])
+
+    assert not load(tmp_path, workers=1).health.unmatched
+
+
+def test_other_traces_in_the_folder_are_refused(tmp_path: Path) -> None:
+    """A smaller job does not leave ranks of a larger one behind; the same job is written again."""
+    write_capture(sharded_job(), tmp_path)
+    write_capture(sharded_job(), tmp_path)
+
+    with pytest.raises(UsageError, match=r"holds other traces \(rank1.json.gz\)"):
+        write_capture(replace(sharded_job(), programs={0: sharded_program()}), tmp_path)
+
+
+def test_a_described_model_is_in_the_manifest(tmp_path: Path) -> None:
+    """Tokens and FLOP of a step stand where every command looks for them."""
+    write_capture(replace(sharded_job(), model={"tokens_per_step": 64, "flops_per_step": 1e12}), tmp_path)
+    job = load(tmp_path, workers=1)
+
+    assert {"tokens_per_step": 64, "flops_per_step": 1e12} == job.manifest["model"]
+    assert () == job.missing_ranks
+
+
+BAD_AMOUNTS = [
+    f"{kind}:0:{value}"
+    for kind, known in FAULTS.items()
+    if known.meaning
+    for value in ("nan", "inf", "-inf", "1e300", known.low - 1, 2 * known.high + 1)
+]
+
+
+@pytest.mark.parametrize("text", BAD_AMOUNTS)
+def test_amounts_that_can_not_be_are_refused(text: str) -> None:
+    """One sentence with what the amount means and where it lies, for every fault that has one."""
+    with pytest.raises(UsageError, match=r"is not possible; give the .*, from .* to"):
+        Fault.parse(text)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, known in FAULTS.items() if not known.meaning])
+def test_faults_without_an_amount_take_none(kind: str) -> None:
+    """A number that would be ignored is refused."""
+    with pytest.raises(UsageError, match=f"{kind} takes no amount"):
+        Fault.parse(f"{kind}:0:1")
+
+
+def test_every_fault_is_documented() -> None:
+    """The table of the README names each of them with its default."""
+    text = (Path(__file__).resolve().parents[2] / "traces" / "README.md").read_text(encoding="utf-8")
+
+    for kind in FAULTS:
+        assert f"`{kind}`" in text
+
+
 def test_a_shifted_clock_is_found(tmp_path: Path) -> None:
     """Ranks on two nodes, one 5 ms ahead: the offset is found within its own bounds."""
     job = SynthJob(2, GROUPS, {0: sharded_program(), 1: sharded_program()}, gpus_per_node=1)
@@ -139,7 +333,7 @@ def test_a_shifted_clock_is_found(tmp_path: Path) -> None:
     assert clock.offset_ns == pytest.approx(5 * MS, abs=0.5 * MS)
 
 
-FAULTS = {
+DAMAGE = {
     "lost-kernels:0:0.5": ("unmatched", "launches without GPU records"),
     "lost-launches:0:0.5": ("unmatched", "GPU records without a launch"),
     "crossing:0:1": ("unmatched", "host spans that cross instead of nesting"),
@@ -152,10 +346,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("text", FAULTS)
+@pytest.mark.parametrize("text", DAMAGE)
 def test_every_fault_is_what_it_says(text: str, tmp_path: Path) -> None:
     """The reader names exactly the damage that was done."""
-    kind, reason = FAULTS[text]
+    kind, reason = DAMAGE[text]
     write_capture(sharded_job(), tmp_path, [Fault.parse(text)])
 
     job = load(tmp_path, workers=1)

@@ -67,25 +67,40 @@ def write_capture(job: SynthJob, folder: Path, faults: Sequence[Fault] = (), sty
     for fault in faults:
         if fault.rank >= 0 and fault.rank not in job.programs:
             raise UsageError(f"fault {fault.kind}: rank {fault.rank} is not written; there are {sorted(job.programs)}")
+    names = {rank: _names(rank, faults) for rank in sorted(job.programs)}
+    _refuse_others(folder, {name for own in names.values() for name in own})
     timing = plan(job, faults)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     if job.model:
         write_text(folder / "manifest.json", manifest_text(job))
-    for rank in sorted(job.programs):
+    for rank, own in names.items():
         mine = [fault for fault in faults if fault.concerns(rank)]
-        kinds = {fault.kind for fault in mine}
-        if "missing" in kinds:
-            continue
-        how = _style(style or Style(), kinds)
+        how = _style(style or Style(), {fault.kind for fault in mine})
         starts = [START_NS + timing.start_ns[first] for _, first, _ in timing.plans[rank].steps]
-        events = damage_events(rank_events(job, timing, rank, how), mine, rank, starts)
-        text = damage_text(trace_text(header(job, rank, how), events), mine, rank)
-        names = [file_name(rank), f"again-{file_name(rank)}"] if "twice" in kinds else [file_name(rank)]
-        for name in names:
+        text = ""
+        for name in own:
+            if not text:
+                events = damage_events(rank_events(job, timing, rank, how), mine, rank, starts)
+                text = damage_text(trace_text(header(job, rank, how), events), mine, rank)
             write_text(folder / name, text)
             written.append(folder / name)
     return written
+
+
+def _names(rank: int, faults: Sequence[Fault]) -> list[str]:
+    """Files of a rank: one, two where it is doubled, none where it is missing."""
+    kinds = {fault.kind for fault in faults if fault.concerns(rank)}
+    if "missing" in kinds:
+        return []
+    return [file_name(rank), f"again-{file_name(rank)}"] if "twice" in kinds else [file_name(rank)]
+
+
+def _refuse_others(folder: Path, own: set[str]) -> None:
+    """Traces that would stay beside the written ones would be read as ranks of the same job."""
+    others = sorted(path.name for path in folder.glob("*rank*.json*") if path.name not in own)
+    if others:
+        raise UsageError(f"{folder} holds other traces ({others[0]}); choose an empty folder or take them away")
 
 
 def _style(style: Style, kinds: set[str]) -> Style:

@@ -122,7 +122,9 @@ def damage_events(
         elif fault.kind == "drift":
             begin = min(event.ts_ns for event in out)
             for event in out:
+                end = event.ts_ns + event.dur_ns
                 event.ts_ns += round((event.ts_ns - begin) * fault.amount / 1e6)
+                event.dur_ns = end + round((end - begin) * fault.amount / 1e6) - event.ts_ns
         elif fault.kind == "late-start":
             cut = first_step_ns[min(int(fault.amount), len(first_step_ns) - 1)]
             out = [event for event in out if event.ph == "M" or event.ts_ns >= cut]

@@ -184,9 +184,9 @@ class _Writer:
             yield self._range(name, stretch.first, stretch.last, "cpu_op", number)
         elif self.style.modules:
             self.ids.frame += 1
-            number = self.modules.setdefault(what.name, len(self.modules))
+            place = self.modules.setdefault(what.name, len(self.modules))
             frame = self._range(f"nn.Module: {what.name}", stretch.first, stretch.last, "python_function")
-            frame.args = {"Python parent id": None, "Python module id": number, "Python id": self.ids.frame}
+            frame.args = {"Python parent id": None, "Python module id": place, "Python id": self.ids.frame}
             yield frame
 
     def _op(

@@ -99,9 +99,14 @@ class Schedule:
         return max(self.end_ns, default=0)
 
     def step_ns(self, step: int) -> int:
-        """Length of one step over all ranks: latest end minus earliest start of its host range."""
-        bounds = [(first, last) for plan in self.plans.values() for number, first, last in plan.steps if number == step]
-        return max(self.end_ns[last] for _, last in bounds) - min(self.start_ns[first] for first, _ in bounds)
+        """Length of one step, mean over ranks of their ProfilerStep: ranks of a pipeline start and end apart."""
+        own = [
+            self.end_ns[last] - self.start_ns[first]
+            for plan in self.plans.values()
+            for number, first, last in plan.steps
+            if number == step
+        ]
+        return round(sum(own) / len(own))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from scaletrace.cli.inspect import inspect
 from scaletrace.cli.synth import synth
+from scaletrace.extrapolate.anatomy import dissect
+from scaletrace.extrapolate.curve import extrapolate
+from scaletrace.extrapolate.described.models import load_model
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.overlap import measure, overlap_share
 from scaletrace.parse.build import build
 from scaletrace.parse.load import load
 from scaletrace.replay.accuracy import step_errors, without_stalls
@@ -51,6 +57,11 @@ def ask(app: typer.Typer, *arguments: str | Path) -> tuple[int, str, str]:
         "tp=2,sp=1,fsdp=2",
         "pp=2,microbatches=4,dp=2",
         "pp=2,chunks=2,microbatches=4",
+        "pp=2,microbatches=4,schedule=GPipe",
+        "pp=2,chunks=2,microbatches=4,schedule=BFS,fsdp=2",
+        "pp=4,microbatches=8,schedule=zb1p",
+        "pp=2,chunks=2,microbatches=4,schedule=zbv,recompute=full",
+        "pp=2,chunks=2,microbatches=4,schedule=dualpipev,tp=2",
         "cp=2,fsdp=2",
         "fsdp=4,recompute=full",
     ],
@@ -69,6 +80,208 @@ def test_every_axis_gives_a_trace_that_replays(app: typer.Typer, tiny: Path, tmp
     assert job.collectives.matched.all()
     assert not built.health.unmatched
     assert 0.01 > max(abs(error.error) for error in errors)
+
+
+@pytest.mark.parametrize("slowdown", [0.2, 0.8])
+def test_the_stated_slowdown_is_found_in_the_trace(app: typer.Typer, tmp_path: Path, slowdown: float) -> None:
+    """κ given to synth is what replay measures on kernels that ran with and without a collective beside them."""
+    options = ("--layout", "fsdp=8,mbs=2", "--overlap-slowdown", str(slowdown), "--steps", "2", "--json")
+    code, text, _ = ask(app, "--model", "llama2-1b", "--out", tmp_path / "run", *options)
+    graph = build(load(tmp_path / "run", workers=1)).graph
+    timeline = replay(graph)
+    share = overlap_share(graph, timeline.start_ns, timeline.end_ns)
+
+    found = measure(graph, share, prior=0.5)
+
+    assert (0, slowdown) == (code, json.loads(text)["overlap_slowdown"])
+    assert found.pairs > 0
+    assert slowdown == pytest.approx(found.by_name["void rms_norm_kernel<c10::BFloat16, float>"][1], abs=0.005)
+    assert abs(found.default[1] - slowdown) < abs(0.5 - slowdown)
+
+
+def test_no_slowdown_leaves_kernels_alone(app: typer.Typer, tmp_path: Path) -> None:
+    """With 0 neither kernels nor transfers are slower, so the step is shorter than with the device's own κ."""
+    base = ("--model", "llama2-1b", "--layout", "fsdp=8,mbs=2", "--steps", "2", "--json")
+    free, usual = (
+        json.loads(ask(app, *base, "--out", tmp_path / name, *more)[1])
+        for name, more in (("free", ("--overlap-slowdown", "0")), ("usual", ()))
+    )
+
+    assert 0 == free["overlap_slowdown"]
+    assert usual["overlap_slowdown"] == pytest.approx(1.03, abs=0.01)
+    assert free["step_time_s"] < usual["step_time_s"]
+
+
+@pytest.mark.parametrize("counts", ["attention", "parameters"])
+@pytest.mark.parametrize("layout", ["fsdp=8,mbs=2", "pp=2,microbatches=4,dp=2", "tp=2,cp=2,fsdp=2"])
+def test_synth_and_extrapolate_give_one_mfu_and_one_step(
+    app: typer.Typer, tmp_path: Path, layout: str, counts: str
+) -> None:
+    """The same trace has the same MFU, tokens a second and step in both commands, whatever is counted."""
+    base = ("--model", "llama2-1b", "--layout", layout, "--mfu", "0.2", "--mfu-counts", counts, "--json")
+    answer = json.loads(ask(app, *base, "--steps", "2", "--out", tmp_path / "run")[1])
+    curve = extrapolate(load(tmp_path / "run", workers=1), sizes=[answer["world_size"]])
+    point = curve.points[0]
+
+    assert 0.2 == pytest.approx(answer["mfu"], rel=2e-3)
+    assert answer["mfu"] == pytest.approx(point.mfu, rel=0.01)
+    assert answer["tokens_per_s_per_gpu"] == pytest.approx(point.tokens_per_s_per_gpu, rel=0.01)
+    assert answer["step_time_s"] == pytest.approx(point.p50_s, rel=0.01)
+
+
+def test_counting_attention_or_not_is_said_and_matters(app: typer.Typer, tmp_path: Path) -> None:
+    """At one step time the MFU with attention is above 6 N by the attention's share."""
+    base = ("--model", "llama2-7b", "--layout", "fsdp=8,mbs=1", "--steps", "1", "--json", "--step-time", "1")
+    whole, plain = (
+        json.loads(ask(app, *base, "--out", tmp_path / counts, "--mfu-counts", counts)[1])
+        for counts in ("attention", "parameters")
+    )
+    model = load_model("llama2-7b")
+    attention = 12 * model.layers * model.hidden * 4096
+
+    assert ("attention", "parameters") == (whole["mfu_counts"], plain["mfu_counts"])
+    assert whole["mfu"] / plain["mfu"] == pytest.approx((6 * (model.parameters - 32000 * 4096) + attention) / (6 * model.parameters), rel=1e-3)  # fmt: skip
+
+
+FAMILIES = {
+    "llama": ("llama2-1b", "fsdp=4,mbs=1", 16),
+    "gpt": ("gpt2-small", "dp=2,mbs=4", 12),
+    "moe": ("moe.yaml", "fsdp=4,ep=2,mbs=2", 4),
+    "own": ("tiny.yaml", "tp=2,fsdp=2,mbs=4", 4),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_read_replayed_stretched_and_its_layers_are_found(
+    app: typer.Typer, tiny: Path, tmp_path: Path, family: str
+) -> None:
+    """Strict replay within 1 %, as many layers as described with their parameters, and a curve that never falls."""
+    (tmp_path / "moe.yaml").write_text(EXPERTS)
+    name, layout, layers = FAMILIES[family]
+    model = tmp_path / name if name.endswith(".yaml") else name
+    ask(app, "--model", model, "--layout", layout, "--ranks", "all", "--out", tmp_path / "run", "--steps", "2")
+    built = build(load(tmp_path / "run", workers=1))
+    errors = step_errors(built.graph, built.measured, replay(built.graph, without_stalls(built.graph)))
+    anatomy = dissect(built)
+    points = extrapolate(built, sizes=[8, 64, 512]).points
+    described = load_model(str(model))
+    own = (described.attention_parameters + described.expert_parameters) / Layout.parse(layout).tp
+
+    assert 0.01 > max(abs(error.error) for error in errors)
+    assert layers == anatomy.layers
+    assert own == pytest.approx(float(anatomy.parameters[2]), rel=0.01)
+    assert sorted(point.p50_s for point in points) == [point.p50_s for point in points]
+
+
+def test_a_bubble_filled_with_weight_gradients_is_shorter(app: typer.Typer, tmp_path: Path) -> None:
+    """On four stages with eight micro batches GPipe and 1F1B last as long, and zero bubble is faster than both."""
+    model = tmp_path / "slow.yaml"
+    model.write_text(TINY.replace("hidden: 512", "hidden: 2048").replace("seq: 512", "seq: 4096"))
+    steps = {}
+    for schedule in ("GPipe", "1F1B", "InterleavedZeroBubble"):
+        layout = f"pp=4,microbatches=8,schedule={schedule}"
+        answer = ask(app, "--model", model, "--layout", layout, "--steps", "1", "--json", "--out", tmp_path / schedule)
+        steps[schedule] = json.loads(answer[1])["step_time_s"]
+
+    assert steps["GPipe"] == pytest.approx(steps["1F1B"], rel=0.05)
+    assert steps["InterleavedZeroBubble"] < 0.93 * steps["1F1B"]
+
+
+def test_power_and_cost_follow_the_price_table(app: typer.Typer, tiny: Path, tmp_path: Path) -> None:
+    """Watts lie between idle and TDP; money is hours of the GPU over tokens, from a number or a table."""
+    table = tmp_path / "prices.yaml"
+    table.write_text("gpu_hour: {H100 SXM: 3.6}\nkwh: 0.0\n")
+    base = ("--model", tiny, "--layout", "fsdp=2", "--steps", "1", "--json")
+    plain, number, named = (
+        json.loads(ask(app, *base, "--out", tmp_path / name, *more)[1])
+        for name, more in (("a", ()), ("b", ("--price", "3.6")), ("c", ("--price", str(table))))
+    )
+
+    assert 0.17 * 700 < plain["power_W_per_gpu"] <= 700
+    assert plain["tokens_per_J"] == pytest.approx(plain["tokens_per_s_per_gpu"] / plain["power_W_per_gpu"])
+    assert plain["money_per_million_tokens"] is None
+    assert number["money_per_million_tokens"] == pytest.approx(1e3 / number["tokens_per_s_per_gpu"])
+    assert named["money_per_million_tokens"] == number["money_per_million_tokens"]
+
+
+FOUND = {
+    "slow:3:1.5": lambda a: 3 == a["stragglers"][0]["rank"] and a["stragglers"][0]["extra_compute_ns"] > 0,
+    "jitter:2:0.5": lambda a: any(s["rank"] == 2 and s["caused_wait_ns"] > 0 for s in a["stragglers"]),
+    "delay:1:20000000": lambda a: 1 == a["stragglers"][0]["rank"],
+    "loader-stall:1:20000000": lambda a: 1 == a["stragglers"][0]["rank"],
+    "late-launch:2:500000": lambda a: 2 == a["stragglers"][0]["rank"],
+    "clock:1:2000000": lambda a: a["clocks"]["1"]["low_ns"] <= 2_000_000 <= a["clocks"]["1"]["high_ns"],
+    "drift:1:1000": lambda a: 5_000 < a["clocks"]["1"]["offset_ns"] < 500_000,
+    "missing:2": lambda a: [2] == a["ranks"]["missing"],
+    "late-start:1:1": lambda a: a["health"]["unmatched"]["steps that not every rank recorded"],
+    "lost-kernels:1:0.1": lambda a: a["health"]["unmatched"]["launches without GPU records"],
+    "lost-launches:1:0.1": lambda a: a["health"]["unmatched"]["GPU records without a launch"],
+    "lost-ops:1:0.3": lambda a: a["health"]["unmatched"]["communication kernels without a host record"],
+    "crossing:1:0.3": lambda a: a["health"]["unmatched"]["host spans that cross instead of nesting"],
+    "truncated:1:0.6": lambda a: a["health"]["dropped"]["events cut off by the end of the file"],
+    "twice:1": lambda a: 1 < len(a["captures"]) or a["health"]["notes"],
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_inspect_finds_every_fault_again(app: typer.Typer, tmp_path: Path, fault: str) -> None:
+    """The rank, the offset or the loss that synth was asked for is what inspect reports."""
+    (tmp_path / "mid.yaml").write_text(TINY.replace("hidden: 512", "hidden: 2048").replace("seq: 512", "seq: 2048"))
+    options = ("--layout", "fsdp=4,mbs=2", "--ranks", "all", "--cluster", "dgx_h100", "--steps", "2", "--fault", fault)
+    ask(app, "--model", tmp_path / "mid.yaml", "--out", tmp_path / "run", *options)
+    program = typer.Typer()
+    program.command()(inspect)
+    result = CliRunner().invoke(program, [str(tmp_path / "run"), "--json"])
+
+    assert 0 == result.exit_code, result.stderr
+    assert FOUND[fault](json.loads(result.stdout))
+
+
+NUMBERS = {
+    "--steps": ("0", "-1", "1.5", "nan", "inf", "1e300", "9" * 30),
+    "--step-time": ("0", "-1", "nan", "inf", "-inf", "1e300", "1e-300"),
+    "--mfu": ("0", "-0.1", "1.5", "nan", "inf", "1e300"),
+    "--overlap-slowdown": ("-0.1", "nan", "inf", "1e300"),
+    "--price": ("-1", "nan", "inf", "-inf", "no-such-file.yaml"),
+    "--mfu-counts": ("everything", ""),
+    "--fault": ("clock:0:nan", "slow:0:inf", "slow:0:-1", "delay:0:1e300", "drift:0:-inf", "truncated:0:2", "slow:-1:2"),
+    "--layout": ("mbs=0", "seq=0", "microbatches=0", "m=0,fsdp=2", "fsdp=0", "mbs=-1", "mbs=nan", "mbs=1e9", "fsdp=2,sequence=00"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "value"), [(o, v) for o, values in NUMBERS.items() for v in values])
+def test_numbers_that_can_not_be_are_one_sentence_and_exit_code_two(
+    app: typer.Typer, tiny: Path, tmp_path: Path, option: str, value: str
+) -> None:
+    """No option takes a default, a traceback or an endless run for an impossible number, and nothing is written."""
+    layout = () if option == "--layout" else ("--layout", "fsdp=2")
+    code, out, err = ask(app, "--model", tiny, "--out", tmp_path / "run", *layout, f"{option}={value}")
+
+    assert (2, "") == (code, out)
+    assert err.strip()
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("layers: 99999999999", "layers is 99999999999; at least 1"),
+        ("kv_heads: 3", "kv_heads 3 do not divide heads 8"),
+        ("ffn: -8", "ffn is -8; at least 0"),
+        ("hidden: .nan", "hidden is nan; it must be int"),
+        ("vocab: 1.0e+9", "vocab is 1000000000.0; it must be int"),
+    ],
+)
+def test_models_that_can_not_be_are_refused(app: typer.Typer, tmp_path: Path, line: str, message: str) -> None:
+    """The file's dimension is named with what it may be."""
+    path = tmp_path / "bad.yaml"
+    key = line.split(":")[0]
+    path.write_text("".join(f"{x}\n" for x in TINY.splitlines() if not x.startswith(f"{key}:")) + line + "\n")
+    code, _, err = ask(app, "--model", path, "--layout", "fsdp=2", "--out", tmp_path / "run")
+
+    assert 2 == code
+    assert message in " ".join(err.split())
 
 
 def test_experts_exchange_tokens(app: typer.Typer, tmp_path: Path) -> None:

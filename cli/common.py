@@ -45,7 +45,7 @@ MOST_GPUS = 10_000_000
 
 def in_range(option: str, value: float | None, low: float, high: float = math.inf) -> None:
     """Raise UsageError unless `value` is None or a real number in [low, high]."""
-    if value is not None and not (math.isfinite(value) and low <= value <= high):
+    if value is not None and not (low <= value <= high and value < math.inf):
         upto = f" and at most {high:,g}" if math.isfinite(high) else ""
         raise UsageError(f"{option}: {value} is not possible; at least {low:g}{upto}")
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scaletrace.errors import InputError
 from scaletrace.extrapolate import gloo, nccl
 from scaletrace.extrapolate.cluster import Cluster, Placement, place
-from scaletrace.extrapolate.costs import ANY, FAMILY, Calibration, Fit, FitKey
+from scaletrace.extrapolate.costs import ANY, FAMILY, NOT_TREE, Calibration, Fit, FitKey, is_as_seen
 from scaletrace.extrapolate.nccl import Term
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +31,8 @@ ITERATIONS = 60
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One measured transfer: `seconds` from the last arrival to the end; `algorithm` where the kernel's name tells.
+    """One measured transfer: `seconds` from the last arrival to the end; `algorithm` where the kernel's name tells
+    (costs.NOT_TREE where it only rules the tree out).
 
     `size_bytes` is the whole vector, as in costs.collective_seconds; `weight` counts how often it was seen.
     """
@@ -60,12 +61,19 @@ def calibrate(evidence: Iterable[Evidence], cluster: Cluster) -> Calibration:
     algorithms: dict[tuple[str, bool], str] = {}
     for (family, crosses), items in groups.items():
         named = {item.algorithm for item, _ in items if item.algorithm}
-        if len(named) == 1:
-            algorithms[family, crosses] = next(iter(named))
-        fits[family, "", crosses] = _fit(items, cluster, algorithms.get((family, crosses), ""))
+        seen = next(iter(named)) if len(named) == 1 else ""
+        if seen and (seen != NOT_TREE or _mostly_trees(items, cluster)):
+            algorithms[family, crosses] = seen
+        fits[family, "", crosses] = _fit(items, cluster, seen)
     if cluster.backend == "gloo":
         fits |= _shared(fits)
     return Calibration(fits, algorithms)
+
+
+def _mostly_trees(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster) -> bool:
+    """Whether the tuner's form would have chosen trees where the trace shows none: then they are off at other sizes too."""
+    fastest = [min(_options(item, placed, cluster, "any"), key=lambda term: term.seconds) for item, placed in items]
+    return sum(term.algorithm == "tree" for term in fastest) > len(fastest) / 2
 
 
 def _shared(fits: dict[FitKey, Fit]) -> dict[FitKey, Fit]:
@@ -83,7 +91,7 @@ def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorith
     """Choose the algorithm by the prior, fit, choose again with the multipliers, until the choice stands."""
     seconds = np.array([item.seconds for item, _ in items])
     weight = np.array([item.weight for item, _ in items])
-    options = [_options(item, placed, cluster, algorithm) for item, placed in items]
+    options = [_options(item, placed, cluster, item.algorithm or algorithm) for item, placed in items]
     prior_sd = GLOO_PRIOR_SD if cluster.backend == "gloo" else PRIOR_SD
     logs = np.zeros(3)
     chosen: Floats | None = None
@@ -101,6 +109,8 @@ def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorith
     parts_bytes = [item.size_bytes / item.ranks for item, _ in items]
     local, remote, wire = np.exp(logs).tolist()
     residual = float(np.median(error) * 1.4826)
+    shares = chosen * np.exp(logs)
+    shares /= shares.sum(axis=1)[:, None]
     return Fit(
         local, remote, wire,
         residual=residual,
@@ -111,18 +121,19 @@ def _fit(items: Sequence[tuple[Evidence, Placement]], cluster: Cluster, algorith
         parts_bytes=(min(parts_bytes), max(parts_bytes)),
         members=(min(placed.local for _, placed in items), max(placed.local for _, placed in items)),
         top=max(placed.top for _, placed in items),
-        covariance=tuple(_covariance(chosen * np.exp(logs), weight, residual, prior_sd).ravel().tolist()),
+        ends=(tuple(shares[np.argmin(parts_bytes)].tolist()), tuple(shares[np.argmax(parts_bytes)].tolist())),
+        covariance=tuple(_covariance(shares, weight, residual, prior_sd).ravel().tolist()),
     )  # fmt: skip
 
 
-def _options(item: Evidence, placed: Placement, cluster: Cluster, algorithm: str) -> list[Term]:
+def _options(item: Evidence, placed: Placement, cluster: Cluster, seen: str) -> list[Term]:
+    """The candidates for a measured transfer: those that are as seen, or all where none is."""
     terms = (
         gloo.candidates(item.kind, item.size_bytes, placed, cluster)
         if cluster.backend == "gloo"
         else nccl.candidates(item.kind, item.size_bytes, placed, cluster)
     )
-    wanted = item.algorithm or algorithm
-    return [term for term in terms if term.algorithm == wanted] or terms
+    return [term for term in terms if is_as_seen(term.algorithm, seen)] or terms
 
 
 def _fastest(terms: Sequence[Term], multipliers: Floats) -> tuple[float, float, float]:
@@ -149,10 +160,10 @@ def _posterior(parts: Floats, seconds: Floats, weight: Floats, prior_sd: Floats)
 
 
 def _covariance(shares: Floats, weight: Floats, residual: float, prior_sd: Floats) -> Floats:
-    """Covariance of the logs of the multipliers, float64[3, 3]; shares float64[m, 3]: the corrected parts of each cost.
+    """Covariance of the logs of the multipliers, float64[3, 3]; shares float64[m, 3]: of each part in a cost.
 
     The noise is what the fit leaves over, but never taken to be less than NOISE.
     """
     scale = np.sqrt(weight / weight.mean()) / max(NOISE, residual)
-    slope = shares / shares.sum(axis=1)[:, None] * scale[:, None]
+    slope = shares * scale[:, None]
     return np.asarray(np.linalg.inv(slope.T @ slope + np.diag(prior_sd**-2.0)))

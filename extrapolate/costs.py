@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from scaletrace.extrapolate import gloo, nccl
@@ -35,6 +35,7 @@ class Fit:
     parts_bytes          (smallest, largest) seen of bytes over ranks, which is what a ring moves in one step
     members              (fewest, most) members in one innermost domain: how many of a node's NICs a group owns
     top                  the outermost tier that any of the evidence crossed
+    ends                 shares of the three parts in the evidence of the fewest and of the most bytes over ranks
     covariance           of the logarithms of the three multipliers, row by row
     """
 
@@ -49,17 +50,21 @@ class Fit:
     parts_bytes: tuple[float, float] = (0.0, 0.0)
     members: tuple[int, int] = (0, 0)
     top: int = 0
+    ends: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
     covariance: tuple[float, ...] = (0.0,) * 9
 
-    def doubt(self, term: Term) -> float:
-        """Relative error of a corrected cost that follows from not knowing the multipliers better.
+    def doubt(self, part_bytes: float) -> float:
+        """Relative error that follows from not knowing the multipliers better, at other bytes over ranks than were seen.
 
-        What the evidence says nothing of (latency, where all of it were large messages) stays as unsure as its prior.
+        With each halving below the evidence latency weighs twice as much, with each doubling above it the bandwidth. What
+        the evidence says nothing of (latency, where all of it were large messages) stays as unsure as its prior.
         """
-        parts = (term.local_s, term.remote_s, term.wire_s)
-        total = sum(parts) or 1.0
+        smallest, largest = self.parts_bytes
+        local, remote, wire = self.ends[1 if part_bytes > largest else 0]
+        less, more = max(1.0, smallest / part_bytes), max(1.0, part_bytes / largest) if largest else 1.0
+        parts = (local * less, remote * less, wire * more)
         variance = sum(a * b * self.covariance[3 * i + j] for i, a in enumerate(parts) for j, b in enumerate(parts))
-        return math.sqrt(max(0.0, variance)) / total
+        return math.sqrt(max(0.0, variance)) / (sum(parts) or 1.0)
 
     def apply(self, term: Term) -> Term:
         return Term(
@@ -172,29 +177,57 @@ def placed_seconds(
         if cluster.backend == "gloo"
         else nccl.candidates(kind, size_bytes, placed, cluster, nics)
     )
-    crosses = placed.top > 0
-    observed = calibration.algorithms.get((FAMILY[kind], crosses)) if calibration else None
-    if observed and any(term.algorithm == observed for term in terms):
-        terms = [term for term in terms if term.algorithm == observed]
-    best, best_fit = None, None
+    term, fit = _chosen(kind, terms, placed.top > 0, calibration)
+    if fit is None and placed.top > 0 and calibration is not None:
+        # Nothing was seen of this tier: the group can at least be no faster than its members in one domain.
+        inside = replace(placed, size=placed.local, members=(placed.local,) * len(placed.members))
+        floor = placed_seconds(kind, size_bytes, inside, cluster, calibration, nics)
+        if floor.seconds > term.seconds:
+            return replace(floor, provenance=Provenance.PRIOR, rel_error=max(floor.rel_error, _prior_error(cluster)))
+    origin, error = _origin(fit, size_bytes, placed, cluster)
+    return Cost(term.seconds, term.local_s + term.remote_s, term.wire_s, term.algorithm, origin, error)
+
+
+NOT_TREE = "not tree"
+"""What NCCL's kernels named RING_LL say: since 2.19 they run every algorithm but the tree."""
+SEEN_STAYS = 2.0
+"""An algorithm that the trace shows is kept until another is this many times as fast, and costs no more than that: rings
+that were right for two nodes would cost 4,096 ranks fifty times what trees do."""
+
+
+def is_as_seen(algorithm: str, seen: str) -> bool:
+    """Whether an algorithm is what a trace shows: one by name, or any but the tree."""
+    return algorithm != "tree" if seen == NOT_TREE else algorithm == seen
+
+
+def _chosen(kind: str, terms: list[Term], crosses: bool, calibration: Calibration | None) -> tuple[Term, Fit | None]:
+    """The fastest candidate after its corrections, among those that the trace shows where it shows any."""
+    if calibration is None:
+        return min(terms, key=lambda term: term.seconds), None
+    corrected = []
     for term in terms:
-        fit = calibration.find(kind, term, crosses) if calibration else None
-        corrected = fit.apply(term) if fit else term
-        if best is None or corrected.seconds < best.seconds:
-            best, best_fit = corrected, fit
-    if best is None:
-        raise RuntimeError("no candidate")  # candidates() never returns an empty list
-    origin, error = _origin(best_fit, best, size_bytes, placed, cluster)
-    return Cost(best.seconds, best.local_s + best.remote_s, best.wire_s, best.algorithm, origin, error)
+        fit = calibration.find(kind, term, crosses)
+        corrected.append((fit.apply(term) if fit else term, fit))
+    best = min(corrected, key=lambda pair: pair[0].seconds)
+    seen = calibration.algorithms.get((FAMILY[kind], crosses), "")
+    kept = [pair for pair in corrected if seen and is_as_seen(pair[0].algorithm, seen)]
+    if not kept:
+        return best
+    stays = min(kept, key=lambda pair: pair[0].seconds)
+    if stays[0].seconds <= SEEN_STAYS * best[0].seconds:
+        return stays
+    term, fit = best
+    return Fit(SEEN_STAYS, SEEN_STAYS, SEEN_STAYS).apply(term), fit
 
 
-def _origin(
-    fit: Fit | None, term: Term, size_bytes: float, placed: Placement, cluster: Cluster
-) -> tuple[Provenance, float]:
+def _prior_error(cluster: Cluster) -> float:
+    return GLOO_PRIOR_ERROR if cluster.backend == "gloo" else PRIOR_ERROR
+
+
+def _origin(fit: Fit | None, size_bytes: float, placed: Placement, cluster: Cluster) -> tuple[Provenance, float]:
     """Where the number comes from, and the relative error that follows: it grows with each doubling beyond evidence."""
-    gloo_host = cluster.backend == "gloo"
     if fit is None:
-        return Provenance.PRIOR, GLOO_PRIOR_ERROR if gloo_host else PRIOR_ERROR
+        return Provenance.PRIOR, _prior_error(cluster)
     if fit.count == 0:
         return Provenance.PRIOR, PRIOR_ERROR
     ranks = placed.size
@@ -209,8 +242,8 @@ def _origin(
         PER_DOUBLING_PART * _doublings(size_bytes / ranks, fit.parts_bytes),
     )
     above = UNSEEN_TIER_ERROR * max(0, placed.top - fit.top)
-    error = math.hypot(error, distance, above, fit.doubt(term))
-    error = max(fit.residual, min(error, GLOO_PRIOR_ERROR if gloo_host else PRIOR_ERROR))
+    error = math.hypot(error, distance, above, fit.doubt(size_bytes / ranks))
+    error = max(fit.residual, min(error, _prior_error(cluster)))
     if span > 0:
         return Provenance.EXTRAPOLATED_RANKS, error
     return (Provenance.EXTRAPOLATED_SIZE if sizes > 0 else Provenance.INTERPOLATED), error

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from scaletrace.extrapolate.calibrate import Evidence
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.extrapolate.costs import FAMILY, Calibration, Cost, Provenance, collective_seconds
+from scaletrace.extrapolate.costs import FAMILY, NOT_TREE, Calibration, Cost, Provenance, collective_seconds
 from scaletrace.jit import jit
 from scaletrace.parse.events import Int32Array, IntArray
 from scaletrace.parse.graph import (
@@ -130,13 +130,25 @@ def transfer_by_instance(graph: Graph, dur_ns: IntArray) -> Floats:
     return out
 
 
-_ALGORITHM = re.compile(r"ncclDevKernel_\w*?_(RING|TREE|NVLS_TREE|NVLS|PAT)(?:_|$|\()")
+_ALGORITHM = re.compile(
+    r"ncclDevKernel_([A-Za-z]+)_\w*?(RING|TREE|NVLS_TREE|NVLS|PAT)_(LL128|LL|SIMPLE)\b", re.IGNORECASE
+)
 
 
 def algorithm_of(kernel: str) -> str:
-    """The algorithm that an NCCL kernel's name tells, "" for others; its protocol suffix is not to be trusted."""
+    """The algorithm that an NCCL kernel's name tells, NOT_TREE where it rules only the tree out, "" where it says nothing.
+
+    NCCL since 2.19 compiles one kernel for all algorithms of a gather or broadcast, and two for a reduction: TREE_LL
+    for trees, RING_LL for all others, SHARP included (device/generate.py, best_kernel). Other protocols in a name mean
+    that it was built with exact names.
+    """
     found = _ALGORITHM.search(kernel)
-    return found[1].lower() if found else ""
+    if not found:
+        return ""
+    kind, algorithm, protocol = found[1].lower(), found[2].lower(), found[3].lower()
+    if algorithm != "ring" or protocol != "ll":
+        return algorithm
+    return NOT_TREE if kind in ("allreduce", "reduce", "reducescatter") else ""
 
 
 def _algorithms(graph: Graph) -> list[str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scaletrace.errors import InputError
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.extrapolate.costs import Calibration, Provenance, collective_seconds
+from scaletrace.extrapolate.costs import NOT_TREE, Calibration, Provenance, collective_seconds
 
 H100 = Cluster.load("dgx_h100")
 ETHERNET = Cluster.load("gloo_1g")
@@ -105,6 +108,126 @@ def test_over_tcp_a_kind_without_evidence_learns_from_the_others() -> None:
 
     assert 1.5 * (1 << 22) / 1.2e7 == pytest.approx(cost.seconds, rel=0.05)
     assert Provenance.PRIOR is cost.provenance
+
+
+def _few(kind: str, cluster: Cluster, sizes: list[int], ranks: list[int], slower: float) -> Calibration:
+    """What a trace with few collectives shows: every size over every group, `slower` times the tuner's own time."""
+    return calibrate(
+        [Evidence(kind, s, n, slower * collective_seconds(kind, s, n, cluster).seconds) for s in sizes for n in ranks],
+        cluster,
+    )
+
+
+FEW = {
+    "kind": st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]),
+    "sizes": st.lists(st.integers(1 << 12, 1 << 32), min_size=1, max_size=3, unique=True),
+    "ranks": st.lists(st.sampled_from([2, 3, 4, 7, 8, 9, 12, 16, 64, 128]), min_size=1, max_size=2, unique=True),
+    "slower": st.floats(0.5, 3.0),
+    "name": st.sampled_from(["dgx_h100", "dgx_a100", "gloo_1g"]),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(**FEW)
+def test_bands_widen_with_ranks_and_with_every_border_of_a_tier(
+    kind: str, sizes: list[int], ranks: list[int], slower: float, name: str
+) -> None:
+    """Beyond the evidence the relative error grows rank by rank, over nodes, leaves and spine, up to the prior's."""
+    cluster = replace(Cluster.load(name), nvls=False)
+    calibration = _few(kind, cluster, sizes, ranks, slower)
+    beyond = [n for n in (7, 8, 9, 10, 15, 16, 17, 32, 64, 128, 256, 257, 1024, 8192) if n >= max(ranks)]
+    errors = [
+        collective_seconds(kind, sizes[0], n, cluster, calibration=calibration).rel_error for n in [max(ranks), *beyond]
+    ]
+
+    assert errors == pytest.approx(sorted(errors), rel=0.02)
+    assert errors[0] < errors[-1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(**FEW)
+def test_bands_widen_with_bytes(kind: str, sizes: list[int], ranks: list[int], slower: float, name: str) -> None:
+    """Doubling by doubling away from the largest message seen, and down from the smallest."""
+    cluster = replace(Cluster.load(name), nvls=False)
+    calibration = _few(kind, cluster, sizes, ranks, slower)
+    for start, step in ((max(sizes), 2.0), (min(sizes), 0.5)):
+        errors = [
+            collective_seconds(kind, start * step**n, ranks[0], cluster, calibration=calibration).rel_error
+            for n in range(1, 8)
+            if start * step**n >= 1
+        ]
+
+        assert errors == pytest.approx(sorted(errors), rel=0.02)
+
+
+@settings(deadline=None, max_examples=60)
+@given(size=st.integers(1, 1 << 34), **FEW)
+def test_few_measurements_leave_time_growing_with_ranks(
+    kind: str, sizes: list[int], ranks: list[int], slower: float, name: str, size: int
+) -> None:
+    """Where one node ran at a third of its rate, two nodes of which nothing was seen are no faster."""
+    cluster = replace(Cluster.load(name), nvls=False)
+    calibration = _few(kind, cluster, sizes, ranks, slower)
+    seconds = [
+        collective_seconds(kind, size, n, cluster, calibration=calibration).seconds
+        for n in (max(ranks), 130, 256, 257, 1024)
+    ]
+
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-9)
+
+
+def test_one_size_leaves_latency_as_unsure_as_the_prior() -> None:
+    """Large messages say nothing of small ones: three sizes at two group sizes do."""
+    one, many = (_few("all_gather", H100, sizes, [16, 32], 1.0) for sizes in ([1 << 30], [1 << 14, 1 << 20, 1 << 30]))
+    errors = [
+        collective_seconds("all_gather", 1 << 16, 16, H100, calibration=calibration).rel_error
+        for calibration in (one, many)
+    ]
+
+    assert errors[0] == 0.25
+    assert errors[1] < 0.1
+
+
+def test_a_group_with_other_members_in_a_node_was_not_measured() -> None:
+    """16 ranks over 16 nodes are another ring than 16 over two, whatever their bytes."""
+    calibration = _few("all_gather", H100, [1 << 20, 1 << 24, 1 << 28], [16], 1.0)
+    near, far = (
+        collective_seconds("all_gather", 1 << 24, 16, H100, stride=stride, calibration=calibration) for stride in (1, 8)
+    )
+
+    assert (Provenance.MEASURED, Provenance.EXTRAPOLATED_RANKS) == (near.provenance, far.provenance)
+    assert near.rel_error < far.rel_error
+
+
+def test_an_algorithm_that_was_seen_is_kept_until_another_is_twice_as_fast() -> None:
+    """Rings of two nodes by exact name: still rings at 4, at 512 nodes what trees cost, twice; trees ruled out alone not."""
+    plain = replace(H100, nvls=False)
+    found = [
+        Evidence("all_reduce", s, 16, collective_seconds("all_reduce", s, 16, plain).seconds, algorithm="ring")
+        for s in (1 << 24, 1 << 28)
+    ]
+    rings = calibrate(found, plain)
+    names = [collective_seconds("all_reduce", 1 << 26, n, plain, calibration=rings).algorithm for n in (32, 4096)]
+    free, held = (
+        collective_seconds("all_reduce", 1 << 26, 4096, plain, calibration=each).seconds for each in (None, rings)
+    )
+
+    assert ["ring", "tree"] == names
+    assert held == pytest.approx(2 * free, rel=0.1)
+    hidden = calibrate([replace(piece, algorithm=NOT_TREE) for piece in found], plain)
+    assert "tree" == collective_seconds("all_reduce", 1 << 26, 4096, plain, calibration=hidden).algorithm
+
+
+def test_kernels_named_ring_may_reduce_in_the_switch() -> None:
+    """RING_LL rules only the tree out: eight H100s that take the switch's time are fitted as such."""
+    found = [
+        Evidence("all_reduce", s, 8, collective_seconds("all_reduce", s, 8, H100).seconds, algorithm=NOT_TREE)
+        for s in (1 << 24, 1 << 28, 1 << 30)
+    ]
+    cost = collective_seconds("all_reduce", 1 << 29, 8, H100, calibration=calibrate(found, H100))
+
+    assert "nvls" == cost.algorithm
+    assert cost.seconds == pytest.approx(collective_seconds("all_reduce", 1 << 29, 8, H100).seconds, rel=0.01)
 
 
 def test_evidence_without_time_or_bytes_is_refused() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletrace.errors import UsageError
+from scaletrace.extrapolate import catalog
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.costs import FAMILY, Provenance, collective_seconds
 
@@ -95,19 +96,49 @@ def test_one_rank_costs_nothing_and_an_unknown_kind_is_refused() -> None:
         collective_seconds("custom", MIB, 8, H100)
 
 
+PLAIN = {name: replace(Cluster.load(name), nvls=False) for name in catalog.names("clusters")}
+"""Without reduction in the switches: that starts at five or six GPUs and is faster from there."""
+KINDS = sorted(FAMILY)
+
+
 @settings(deadline=None)
 @given(
-    kind=st.sampled_from(sorted(FAMILY)),
+    kind=st.sampled_from(KINDS),
     size=st.integers(1, 1 << 36),
-    nodes=st.integers(0, 12),
-    name=st.sampled_from(["dgx_h100", "dgx_a100", "gb200_nvl72", "gloo_10g", "aws_p4d"]),
+    more=st.floats(1.0, 4.0),
+    ranks=st.integers(1, 5000),
+    stride=st.sampled_from([1, 2, 4, 8]),
+    name=st.sampled_from(sorted(PLAIN)),
 )
-def test_more_ranks_or_more_bytes_never_cost_less(kind: str, size: int, nodes: int, name: str) -> None:
-    """Doubling the ranks (whole nodes) or the bytes of a collective doesn't make it faster."""
-    cluster = Cluster.load(name)
-    ranks = cluster.node_size << nodes
-    base = collective_seconds(kind, size, ranks, cluster).seconds
+def test_more_bytes_never_cost_less(kind: str, size: int, more: float, ranks: int, stride: int, name: str) -> None:
+    """Over every kind, cluster and placement, across the borders of protocols and algorithms too."""
+    cluster = PLAIN[name]
+    base = collective_seconds(kind, size, ranks, cluster, stride=stride).seconds
 
-    assert base <= collective_seconds(kind, size, 2 * ranks, cluster).seconds * (1 + 1e-12)
-    if size not in range(MIB // 2, MIB + 1):
-        assert base <= collective_seconds(kind, 2 * size, ranks, cluster).seconds * (1 + 1e-12)
+    assert base <= collective_seconds(kind, size * more, ranks, cluster, stride=stride).seconds * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    size=st.integers(1, 1 << 36),
+    ranks=st.one_of(st.integers(1, 5000), st.sampled_from([7, 8, 15, 16, 63, 64, 71, 72, 255, 256, 575, 576, 1023])),
+    stride=st.sampled_from([1, 2, 4, 8]),
+    name=st.sampled_from(sorted(PLAIN)),
+)
+def test_one_rank_more_never_costs_less(kind: str, size: int, ranks: int, stride: int, name: str) -> None:
+    """From 7 to 8 to 9 ranks, from one node to two, from a leaf to the spine, where a group doesn't fill its last node."""
+    cluster = PLAIN[name]
+    base = collective_seconds(kind, size, ranks, cluster, stride=stride).seconds
+
+    assert base <= collective_seconds(kind, size, ranks + 1, cluster, stride=stride).seconds * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(size=st.integers(1 << 22, 1 << 34), ranks=st.integers(5, 5000))
+def test_with_reduction_in_the_switch_more_ranks_never_cost_less(size: int, ranks: int) -> None:
+    """From the size of group on from which the switch reduces."""
+    assert (
+        collective_seconds("all_reduce", size, ranks, H100).seconds
+        <= collective_seconds("all_reduce", size, ranks + 1, H100).seconds
+    )

@@ -140,9 +140,14 @@ def test_the_measured_scale_keeps_every_bit() -> None:
 @pytest.mark.parametrize(
     ("kernel", "algorithm"),
     [
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ring"),
         ("ncclDevKernel_AllReduce_Sum_bf16_TREE_LL(ncclDevKernelArgsStorage<4096ul>)", "tree"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "not tree"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "not tree"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", ""),
+        ("ncclDevKernel_Broadcast_RING_LL", ""),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_SIMPLE", "ring"),
         ("ncclDevKernel_AllReduce_Sum_f32_NVLS_TREE_SIMPLE", "nvls_tree"),
+        ("ncclDevKernel_AllGather_PAT_SIMPLE(ncclDevKernelArgsStorage<4096ul>)", "pat"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", ""),
         ("ncclKernel_AllReduce_RING_LL_Sum_float", ""),
         ("gloo:all_reduce", ""),

@@ -18,6 +18,7 @@ from scaletrace.extrapolate.compute import compute_nodes, device_lanes
 from scaletrace.jit import jit
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.job import Job
 
 Floats = npt.NDArray[np.float64]
 PAIRS_WANTED = 5
@@ -174,15 +175,44 @@ class Slowdown:
         return np.asarray(by_code[graph.name])
 
 
-def measure(graph: Graph, share: Floats, prior: float, dur_ns: IntArray | None = None) -> Slowdown:
+def operands(job: Job, graph: Graph) -> IntArray:
+    """Of every kernel a number for the dimensions of the operator that launched it, -1 where none are recorded; int64[n].
+
+    One kernel of a library serves products of many depths on the same grid; only their operators tell them apart.
+    """
+    out = np.full(len(graph), -1, np.int64)
+    numbers: dict[str, int] = {}
+    for trace in job.ranks:
+        events = trace.events
+        nodes = np.flatnonzero((graph.kind == NodeKind.KERNEL) & (graph.rank == trace.rank) & (graph.event >= 0))
+        texts = events.texts("Input Dims")
+        ops = np.flatnonzero(events.in_cats("cpu_op") & (events.external_id >= 0) & (texts >= 0))
+        if not len(nodes) or not len(ops):
+            continue
+        ops = ops[np.argsort(events.external_id[ops], kind="stable")]
+        wanted = events.external_id[graph.event[nodes]]
+        at = np.minimum(np.searchsorted(events.external_id[ops], wanted), len(ops) - 1)
+        hit = events.external_id[ops[at]] == wanted
+        used, of_node = np.unique(texts[ops[at[hit]]], return_inverse=True)
+        codes = [numbers.setdefault(events.strings[int(text)], len(numbers)) for text in used]
+        out[nodes[hit]] = np.array(codes, np.int64)[of_node.reshape(-1)]
+    return out
+
+
+def measure(
+    graph: Graph, share: Floats, prior: float, dur_ns: IntArray | None = None, operands: IntArray | None = None
+) -> Slowdown:
     """κ from kernels that ran both with and without a resident collective, of the same name and grid.
+
+    operands: further tells kernels apart that do other work under one name (`operands`).
 
     For each such kernel κ = ratio of medians - 1, once for waiting and once for moving collectives. The defaults are
     the time-weighted means, drawn to the prior as if that were worth PAIRS_WANTED kernels. What comes out negative
     counts in the mean and is not applied.
     """
     durations = graph.dur_ns if dur_ns is None else dur_ns
-    found = [_pairs(graph, share, durations, column) for column in (0, 1)]
+    apart = np.zeros(len(graph), np.int64) if operands is None else operands
+    found = [_pairs(graph, share, durations, apart, column) for column in (0, 1)]
     names = {name for rows in found for name, _, _ in rows}
     if not names:
         return Slowdown((prior, prior), {}, "prior of the device")
@@ -199,13 +229,14 @@ def measure(graph: Graph, share: Floats, prior: float, dur_ns: IntArray | None =
 Pair = tuple[str, float, float]
 
 
-def _pairs(graph: Graph, share: Floats, durations: IntArray, column: int) -> list[Pair]:
+def _pairs(graph: Graph, share: Floats, durations: IntArray, apart: IntArray, column: int) -> list[Pair]:
     """(name, κ, time) of kernels with enough runs beside a collective in that state and beside none."""
     kernels = np.flatnonzero((graph.kind == NodeKind.KERNEL) & device_lanes(graph) & (durations > 0))
     blocks = graph.blocks if len(graph.blocks) else np.zeros(len(graph), np.int32)
-    key = graph.name[kernels].astype(np.int64) * (2**31) + blocks[kernels]
-    order = np.argsort(key, kind="stable")
-    _, first = np.unique(key[order], return_index=True)
+    key = np.stack([graph.name[kernels].astype(np.int64) * (2**31) + blocks[kernels], apart[kernels]], axis=1)
+    _, number = np.unique(key, axis=0, return_inverse=True)
+    order = np.argsort(number.reshape(-1), kind="stable")
+    _, first = np.unique(number.reshape(-1)[order], return_index=True)
     out: list[Pair] = []
     for group in np.split(kernels[order], first[1:]):
         free = group[share[group].sum(axis=1) <= HARDLY]

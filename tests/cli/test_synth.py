@@ -15,7 +15,7 @@ from scaletrace.extrapolate.anatomy import dissect
 from scaletrace.extrapolate.curve import extrapolate
 from scaletrace.extrapolate.described.models import load_model
 from scaletrace.extrapolate.layout import Layout
-from scaletrace.extrapolate.overlap import measure, overlap_share
+from scaletrace.extrapolate.overlap import measure, operands, overlap_share
 from scaletrace.parse.build import build
 from scaletrace.parse.load import load
 from scaletrace.replay.accuracy import step_errors, without_stalls
@@ -87,11 +87,11 @@ def test_the_stated_slowdown_is_found_in_the_trace(app: typer.Typer, tmp_path: P
     """κ given to synth is what replay measures on kernels that ran with and without a collective beside them."""
     options = ("--layout", "fsdp=8,mbs=2", "--overlap-slowdown", str(slowdown), "--steps", "2", "--json")
     code, text, _ = ask(app, "--model", "llama2-1b", "--out", tmp_path / "run", *options)
-    graph = build(load(tmp_path / "run", workers=1)).graph
-    timeline = replay(graph)
+    built = build(load(tmp_path / "run", workers=1))
+    graph, timeline = built.graph, replay(built.graph)
     share = overlap_share(graph, timeline.start_ns, timeline.end_ns)
 
-    found = measure(graph, share, prior=0.5)
+    found = measure(graph, share, prior=0.5, operands=operands(built.job, graph))
 
     assert (0, slowdown) == (code, json.loads(text)["overlap_slowdown"])
     assert found.pairs > 0

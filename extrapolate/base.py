@@ -329,7 +329,9 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
     chosen = representatives(graph)
     spread = serialised(graph) if cluster.tiers[0].link is Link.TCP else graph
     ranks = measured.measured_ranks if _same_degrees(layout, measured.measured_layout) else layout.ranks
-    slowdown = overlap.measure(graph, share, cluster.device.overlap_slowdown)
+    slowdown = overlap.measure(
+        graph, share, cluster.device.overlap_slowdown, operands=overlap.operands(measured.job, graph)
+    )
     steps = step_window(graph, timeline.start_ns, timeline.end_ns)
     job = measured.job
     work = _work_ratio(measured, layout)

@@ -225,11 +225,12 @@ def measured_layout(graph: Graph, ranks: int) -> Layout:
     norm) is no axis of its own, nor are the groups of ranks that hold the same experts.
     """
     used = {c.group for c in graph.collectives if c.group >= 0} or set(range(len(graph.groups)))
-    found = [graph.groups[index] for index in sorted(used) if graph.groups[index].axis in AXES]
+    every = [graph.groups[index] for index in sorted(used)]
+    found = [group for group in every if group.axis in AXES]
     experts = max((group for group in found if group.axis == "ep"), key=lambda group: group.size, default=None)
     degrees: dict[str, int] = {}
     for group in found:
-        if group.axis != "ep" and not (experts and _of_same_experts(group, experts, found)):
+        if group.axis != "ep" and not (experts and _of_same_experts(group, experts, every)):
             degrees[group.axis] = max(degrees.get(group.axis, 1), group.size)
     if degrees.get("dp", 1) >= ranks > 1 and any(axis != "dp" for axis in degrees):
         degrees.pop("dp")
@@ -249,7 +250,7 @@ def _of_same_experts(group: GraphGroup, experts: GraphGroup, others: Sequence[Gr
     if group.axis not in DATA_AXES or experts.size < 2 or group.stride != experts.stride * experts.size:
         return False
     return any(
-        other.axis in (group.axis, "dp", "world") and other.size >= group.size * experts.size for other in others
+        other.axis in (group.axis, "dp", "ep", "world") and other.size >= group.size * experts.size for other in others
     )
 
 

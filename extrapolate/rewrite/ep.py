@@ -7,6 +7,7 @@ and read other weights. The fullest rank sets the pace of exchanges and experts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import numpy as np
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Shape, Work
 from scaletrace.extrapolate.layers import Phase
-from scaletrace.extrapolate.layout import DATA_AXES
+from scaletrace.extrapolate.layout import DATA_AXES, Layout
 from scaletrace.extrapolate.nodework import Role
 from scaletrace.extrapolate.rewrite.batch import attention_of
 from scaletrace.extrapolate.rewrite.data import resized_item
@@ -28,6 +29,7 @@ from scaletrace.parse.graph import GraphCollective, GraphGroup, NodeKind
 FIRST_EXPERT, LAST_EXPERT = 64, 128
 """Bits of NodeWork.mark: ends of a stretch of experts whose exchanges were taken out."""
 COUNT_BYTES = 8
+_EXPERTS_OWN = re.compile(r"edp|expert|(in|mod)_ep")
 
 
 def spread_experts(state: State, degree: int, tokens_by_expert: Sequence[float] = (), seed: int = SEED) -> State:
@@ -37,8 +39,8 @@ def spread_experts(state: State, degree: int, tokens_by_expert: Sequence[float] 
     seed              of the loads that are drawn where experts of one rank are divided
     Raises UsageError where the job shows no experts or they do not divide.
     """
-    old = state.layout.ep
-    groups = state.graph.groups
+    state = _gradients_apart(state)
+    old, groups = state.layout.ep, state.graph.groups
     recorded = [group for group in groups if group.axis == "ep" and group.size > 1]
     old = recorded[0].size if recorded else 1 if not any(group.axis == "ep" for group in groups) else old
     if degree == old and not len(tokens_by_expert):
@@ -179,17 +181,11 @@ def _parameters(state: State, old: int, new: int) -> State:
     layout, groups = state.layout, state.graph.groups
     stride = next((group.stride for group in groups if group.axis == "ep"), layout.tp * layout.cp)
     data = layout.data_ranks * layout.cp
-    own = {
-        index
-        for index, group in enumerate(groups)
-        if old > 1 and _of_experts(group, old, stride, data) and getattr(layout, group.axis) != group.size
-    }
+    own = {index for index, group in enumerate(groups) if old > 1 and _of_experts(group, old, stride, data, layout)}
     if not own:
         return state
     out = tuple(
-        replace(group, size=max(1, group.size * old // new), stride=group.stride * new // old)
-        if index in own
-        else group
+        replace(group, size=max(1, group.size * old // new), stride=stride * new) if index in own else group
         for index, group in enumerate(groups)
     )
     items: list[GraphCollective] = [
@@ -199,9 +195,34 @@ def _parameters(state: State, old: int, new: int) -> State:
     return recosted(state, items, out)
 
 
-def _of_experts(group: GraphGroup, ep: int, stride: int, data: int) -> bool:
+def _of_experts(group: GraphGroup, ep: int, stride: int, data: int, layout: Layout) -> bool:
     """Whether a data group joins the ranks that hold the same experts: one in `ep` of the data ranks."""
-    return group.axis in DATA_AXES and group.size * ep == data and group.stride == stride * ep
+    if group.axis not in DATA_AXES or group.size * ep != data:
+        return False
+    if group.size == 1:
+        return bool(_EXPERTS_OWN.search(group.description))
+    return group.stride == stride * ep and getattr(layout, group.axis) != group.size
+
+
+def _gradients_apart(state: State) -> State:
+    """Where experts lie on all data ranks, one group carries tokens and gradients: gradients get one of their own."""
+    graph = state.graph
+    mixed = [
+        at
+        for at, item in enumerate(graph.collectives)
+        if item.kind == "all_reduce" and axis_of_item(item, graph.groups) == "ep"
+    ]
+    if not mixed:
+        return state
+    groups, items = list(graph.groups), list(graph.collectives)
+    own: dict[int, int] = {}
+    for at in mixed:
+        index = items[at].group
+        if index not in own:
+            own[index] = len(groups)
+            groups.append(replace(groups[index], axis="dp"))
+        items[at] = replace(items[at], group=own[index])
+    return replace(state, graph=replace(graph, groups=tuple(groups), collectives=tuple(items)))
 
 
 def _exchanges(state: State, new: int, before: float, after: float) -> State:

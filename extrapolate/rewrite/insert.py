@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.kernels import Ceilings, Shape, anchored
 from scaletrace.extrapolate.rewrite.batch import without_nodes
 from scaletrace.extrapolate.rewrite.loom import Loom, reopen
@@ -49,7 +48,6 @@ class Insertion:
     level: float = 1.0
     loom: Loom = field(init=False)
     group: int = field(init=False)
-    _parts: dict[int, int] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,6 +76,7 @@ class Insertion:
             "instance": instance,
             "step": int(graph.step[like]),
             "key": max([node for node in after if node < len(graph)], default=max(0, like - 1)),
+            "event": like,
         }
         whole = bytes_out if kind == "all_gather" else bytes_in
         seconds = self.state.network.seconds(kind, whole, self.size, self.stride) * self.level
@@ -108,42 +107,34 @@ class Insertion:
             step=int(graph.step[core]),
             dur_ns=dur_ns,
             key=core,
+            event=core,
         )
         loom.edge(previous, node, order)
         if following >= 0:
             loom.edge(node, following, order)
-        self._parts[node] = core
         return node
 
     def finish(self) -> State:
-        """The state with all that was added; new nodes belong to the phase, unit and micro batch of what they follow."""
-        woven = self.loom.finish()
-        state, origin = self.state, woven.origin
-        anatomy = replace(state.anatomy.moved(origin), exact_ns=woven.exact_ns, entry=woven.entry)
-        anatomy = _placed(anatomy, woven.graph, origin)
-        work = state.work.moved(origin)
-        cores = _cores(woven.graph)
-        if len(cores):
-            shape = list(work.shape)
-            role, computes, op = work.role.copy(), work.computes.copy(), work.op.copy()
-            for node, core in cores.items():
-                shape[node], role[node], computes[node], op[node] = shape[core], role[core], True, op[core]
-            work = replace(work, shape=tuple(shape), role=role, computes=computes, op=op)
-        graph = replace(woven.graph, multiplicity=state.graph.multiplicity)
-        return replace(state, graph=graph, anatomy=anatomy, work=work)
+        """The state with all that was added; new nodes belong to the phase, unit and micro batch of the node they are
+        like, which their event says for as long as the graph is open."""
+        woven, state = self.loom.finish(), self.state
+        graph, new = woven.graph, np.flatnonzero(woven.origin < 0)
+        like = woven.origin.copy()
+        like[new] = graph.event[new]
+        event = graph.event.copy()
+        event[new] = -1
+        part = np.array([name.endswith(PART) for name in graph.names] + [False], np.bool_)[graph.name]
+        anatomy = replace(state.anatomy.moved(like), exact_ns=woven.exact_ns, entry=woven.entry)
+        anatomy = replace(anatomy, is_message=state.anatomy.moved(woven.origin).is_message)
+        return replace(
+            state,
+            graph=replace(graph, event=event, multiplicity=state.graph.multiplicity),
+            anatomy=anatomy,
+            work=state.work.moved(np.where(part, like, woven.origin).astype(np.int32)),
+        )
 
 
 LANES = {"cp": "context parallel", "ep": "expert parallel", "dp": "gradients over context ranks"}
-
-
-def _placed(anatomy: Anatomy, graph: Graph, origin: Int32Array) -> Anatomy:
-    phase, unit, batch = anatomy.phase.copy(), anatomy.unit.copy(), anatomy.micro_batch.copy()
-    for node in np.flatnonzero(origin < 0).tolist():
-        before = graph.pred[graph.pred_ptr[node] : graph.pred_ptr[node + 1]]
-        if len(before):
-            for column in (phase, unit, batch):
-                column[node] = column[before[0]]
-    return replace(anatomy, phase=phase, unit=unit, micro_batch=batch)
 
 
 def _cores(graph: Graph) -> dict[int, int]:

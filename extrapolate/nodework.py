@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.extrapolate.anatomy import Anatomy
+from scaletrace.extrapolate.dispatch import dispatch_ns
 from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, anchored, classify, ratio_error, shape_of
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.operators import Operators, all_outermost
@@ -73,6 +74,7 @@ class NodeWork:
     weights: the parameters of each unit (Anatomy.units), as one rank holds them, unsharded
     op int32[n]: running number of the node's outermost operator on its rank, -1 = none
     mark uint8[n]: bits of Mark, where a layer divided by tensor parallelism communicates
+    held_ns float64[n]: what of the node's time is dispatch (dispatch.dispatch_ns); empty: nothing
     """
 
     shape: tuple[Shape | None, ...]
@@ -82,6 +84,7 @@ class NodeWork:
     op: Int32Array
     mark: ByteArray
     health: Health = field(default_factory=Health)
+    held_ns: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def moved(self, origin: Int32Array) -> NodeWork:
         """The same for a graph whose node v was node origin[v] (-1: new)."""
@@ -93,6 +96,7 @@ class NodeWork:
             computes=np.where(here, self.computes[origin], False),
             op=np.where(here, self.op[origin], -1).astype(np.int32),
             mark=np.where(here, self.mark[origin], 0).astype(np.uint8),
+            held_ns=np.where(here, self.held_ns[origin], 0.0) if len(self.held_ns) else self.held_ns,
         )
 
 
@@ -106,6 +110,7 @@ def node_work(built: Built, anatomy: Anatomy, tp: int = 1) -> NodeWork:
     weights: list[tuple[Weight, ...]] = [()] * len(anatomy.units)
     tables: dict[int, tuple[list[Shape | None], ByteArray]] = {}
     marks: dict[int, dict[int, int]] = {}
+    held = np.zeros(n)
     for trace in built.job.ranks:
         ops = all_outermost(trace)
         clock = built.job.clocks[trace.rank].offset_ns if trace.rank in built.job.clocks else 0
@@ -123,6 +128,10 @@ def node_work(built: Built, anatomy: Anatomy, tp: int = 1) -> NodeWork:
             weights[number] = weights[number] or found
         marks[trace.rank] = _marks(trace.events, ops, of_op, unit)
         tables[trace.rank] = (_shapes(trace.events, ops), of_op)
+        ran = mine[inside & (op[mine] >= 0)]
+        held[ran] = dispatch_ns(
+            trace.events, ops, op[ran], built.measured.start_ns[ran] + clock, built.measured.end_ns[ran] + clock
+        )
     host = np.array([not lane.is_device for lane in graph.lanes] + [False], np.bool_)[graph.lane]
     issued = _spread(graph.pred_ptr, graph.pred, graph.edge_kind, graph.rank, op, host)
     for rank, (shape_of_op, role_of_op) in tables.items():
@@ -143,6 +152,7 @@ def node_work(built: Built, anatomy: Anatomy, tp: int = 1) -> NodeWork:
         issued.astype(np.int32),
         _place(graph, issued, computes, marks),
         _health(graph, shapes),
+        np.where(computes & (graph.kind == int(NodeKind.HOST)), np.minimum(held, graph.dur_ns), 0.0),
     )
 
 
@@ -201,18 +211,76 @@ def _dims(text: str | None) -> list[tuple[int, ...]]:
 
 
 def _operand(events: Events, row: int) -> tuple[str, list[tuple[int, ...]]]:
-    """Name and dimensions of an operator, or of the first linear layer, product or attention inside it."""
-    name, end = events.name_of(row), int(events.end_ns[row])
-    dims = _dims(events.text("Input Dims", row))
-    if classify(name) in (Work.MATMUL, Work.ATTENTION, Work.EMBEDDING, Work.NORM):
-        return name, dims
-    at = row + 1
-    while at < len(events) and int(events.ts_ns[at]) < end:
-        inner = events.name_of(at)
-        if events.lane[at] == events.lane[row] and classify(inner) in (Work.MATMUL, Work.ATTENTION):
-            return inner, _dims(events.text("Input Dims", at))
-        at += 1
+    """Name and dimensions of an operator, or of the first linear layer, product or attention inside it.
+
+    Of an operator on distributed tensors those of this rank's part, which the call inside their wrapper has.
+    """
+    name, dims = events.name_of(row), _dims(events.text("Input Dims", row))
+    inner = _inside(events, row)
+    local = _wrapped(events, inner)
+    if classify(name) in _KNOWN:
+        return (name, _of_part(name, dims, events, local)) if local >= 0 else (name, dims)
+    for at in inner:
+        found = events.name_of(at)
+        if classify(found) in (Work.MATMUL, Work.ATTENTION):
+            of_at = _dims(events.text("Input Dims", at))
+            return (found, _of_part(found, of_at, events, local)) if local >= 0 else (found, of_at)
     return name, dims
+
+
+_WRAPPER = "PythonSubclass"
+_KNOWN = (Work.MATMUL, Work.ATTENTION, Work.EMBEDDING, Work.NORM)
+
+
+def _inside(events: Events, row: int) -> list[int]:
+    """Rows of the operators that run inside one, on its thread, in order."""
+    out, at, end = [], row + 1, int(events.end_ns[row])
+    while at < len(events) and int(events.ts_ns[at]) < end:
+        if events.lane[at] == events.lane[row]:
+            out.append(at)
+        at += 1
+    return out
+
+
+def _told(events: Events, row: int) -> Role | None:
+    """How tensor parallelism divides a linear layer on distributed tensors: by which dimension of its weight is smaller
+    on this rank than as a whole. None where the trace does not tell."""
+    rows = [row, *_inside(events, row)]
+    at = next((each for each in rows if events.name_of(each) == "aten::linear"), -1)
+    local = _wrapped(events, rows)
+    if at < 0 or local < 0 or classify(events.name_of(local)) is not Work.MATMUL:
+        return None
+    whole = _dims(events.text("Input Dims", at))
+    part = _of_part("aten::linear", whole, events, local)
+    if len(whole) < 2 or len(whole[1]) != 2 or len(part[1]) != 2:
+        return None
+    columns, depth = (mine < total for mine, total in zip(part[1], whole[1], strict=True))
+    return Role.COLUMN if columns else Role.ROW if depth else Role.WHOLE
+
+
+def _wrapped(events: Events, rows: Sequence[int]) -> int:
+    """The first known operator that runs inside a wrapper of distributed tensors, -1 without one."""
+    until = -1
+    for at in rows:
+        if events.name_of(at) == _WRAPPER:
+            until = max(until, int(events.end_ns[at]))
+        elif int(events.ts_ns[at]) < until and classify(events.name_of(at)) in _KNOWN:
+            return at
+    return -1
+
+
+def _of_part(name: str, dims: list[tuple[int, ...]], events: Events, local: int) -> list[tuple[int, ...]]:
+    """Dimensions of this rank's part of an operator, from the call on its part; the whole ones where that tells less."""
+    found = _dims(events.text("Input Dims", local))
+    if events.name_of(local) == name:
+        return found
+    factors = [each for each in found if len(each) == 2]
+    if name == "aten::linear" and len(factors) == 2 and dims:
+        (rows, depth), (_, columns) = factors
+        lead = dims[0][:-1] if int(np.prod(dims[0][:-1], dtype=np.int64)) == rows else (rows,)
+        bias = [(columns,)] if len(dims) > 2 and dims[2] else []
+        return [(*lead, depth), (columns, depth), *bias]
+    return dims
 
 
 def _roles(
@@ -228,7 +296,8 @@ def _roles(
             continue
         operands = [_operand(trace.events, int(ops.row[at])) for at in run.tolist()]
         is_layer = anatomy.is_layer[int(unit[run[0]])]
-        found = layer_roles(operands, tp) if is_layer else [Role.WHOLE] * len(operands)
+        told = [_told(trace.events, int(ops.row[at])) for at in run.tolist()] if tp > 1 else []
+        found = layer_roles(operands, tp, told) if is_layer else [Role.WHOLE] * len(operands)
         role[run] = found
         weights.setdefault(int(unit[run[0]]), tuple(_weights(operands, found)))
     paired = np.flatnonzero(ops.backward & (ops.partner >= 0))
@@ -240,8 +309,10 @@ def _roles(
     return role, weights
 
 
-def layer_roles(operands: Sequence[tuple[str, list[tuple[int, ...]]]], tp: int = 1) -> list[Role]:
-    """Roles of a layer's forward operators in order, from names and dimensions.
+def layer_roles(
+    operands: Sequence[tuple[str, list[tuple[int, ...]]]], tp: int = 1, told: Sequence[Role | None] = ()
+) -> list[Role]:
+    """Roles of a layer's forward operators in order, from names and dimensions; `told` are those that are known.
 
     A product from the layer's width to another is a column one, from another back to it a row one; between equal widths
     the ones before attention are columns and the first after it is a row. `tp` > 1: one of the two widths is divided.
@@ -258,6 +329,10 @@ def layer_roles(operands: Sequence[tuple[str, list[tuple[int, ...]]]], tp: int =
     attends = [i for i, work in enumerate(works) if work is Work.ATTENTION]
     out = [Role.WHOLE] * len(operands)
     for i, found in enumerate(products):
+        known = told[i] if i < len(told) else None
+        if known is not None:
+            out[i] = known
+            continue
         if not found:
             continue
         columns, depth = found
@@ -389,6 +464,7 @@ def retime(
     other: ceilings of the device that they then run on, where that is not the measured one
     """
     out, shapes = exact_ns.copy(), list(work.shape)
+    held = work.held_ns if len(work.held_ns) else np.zeros(len(graph))
     cache: dict[tuple[Shape | None, int], tuple[Shape | None, float, float]] = {}
     weighted = total = 0.0
     for node in np.flatnonzero(work.computes & where).tolist():
@@ -400,12 +476,13 @@ def retime(
             error = ratio_error(old, new) if old is not None and new is not None else 0.1 * (factor != 1.0)
             cache[key] = (new if known else None, factor, error)
         new, factor, error = cache[key]
+        fixed = held[node]
         if old is not None and new is not None:
-            out[node] = anchored(out[node] * 1e-9, old, new, ceilings, other) * 1e9
+            out[node] = fixed + anchored((out[node] - fixed) * 1e-9, old, new, ceilings, other) * 1e9
             shapes[node] = new
         elif factor != 1.0:
-            small = min(out[node], SMALL_NS)
-            out[node] = small + (out[node] - small) * factor
+            fixed += min(out[node] - fixed, SMALL_NS)
+            out[node] = fixed + (out[node] - fixed) * factor
         weighted += error * out[node]
         total += out[node]
     return out, tuple(shapes), weighted / total if total else 0.0

@@ -27,7 +27,10 @@ LEAST = 0.02
 """What was run again is worth a look from this share of the forward pass on."""
 FULL = 0.5
 """From this share of the layers' forward pass on checkpointing counts as full, below it as selective."""
-_INSIDE = re.compile(r"Backward\d*$|^autograd::|AccumulateGrad|^torch::autograd")
+_INSIDE = re.compile(
+    r"Backward\d*$|^autograd::|AccumulateGrad|^torch::autograd|^(Nested)?Redistribute$|^_?(To|From)TorchTensor$"
+)
+"""What runs inside autograd's nodes and is no forward work, though some of it (DTensor's wrappers) can be differentiated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,10 @@ class Loom:
         self._new.append({"kind": int(kind), **columns})
         return len(self) - 1
 
+    def fill(self, node: int, **columns: int) -> None:
+        """Set columns of a node that was added, where they were not known yet."""
+        self._new[node - len(self.origin)].update(columns)
+
     def edge(self, src: int, dst: int, kind: EdgeKind, lag_ns: int = 0) -> None:
         """Add one edge of this rewrite."""
         self.edges.append(np.array([[src, dst, lag_ns, int(kind), int(EdgeSource.REWRITE)]], np.int64))

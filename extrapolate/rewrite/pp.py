@@ -17,14 +17,13 @@ from scaletrace.extrapolate.anatomy import MESSAGES, Anatomy
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.rewrite.loom import FloatArray, Loom, Woven
+from scaletrace.extrapolate.rewrite.messages import MessageTime, Run, add_messages, pipeline_group
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program, message_of
 from scaletrace.extrapolate.rewrite.weave import Copy, weave
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 from scaletrace.parse.health import Health
 
-MessageTime = Callable[[int, int, int], int]
-"""(bytes, sending pipeline rank, receiving pipeline rank) → ns."""
 ActionTime = Callable[[Action], int]
 INPUT_SHARE = 0.5
 """Share of a backward pass that computes the gradient of the input; of a matrix product it is one of two products."""
@@ -170,7 +169,7 @@ def cut(
     if program.ranks > 1 and not size:
         health.guessed["messages whose size no shape tells"] += 1
     rows: list[list[Copy]] = []
-    plans: list[list[_Run]] = []
+    plans: list[list[Run]] = []
     for home in range(program.ranks):
         for column, members in enumerate(columns):
             new = home * len(columns) + column
@@ -182,8 +181,8 @@ def cut(
     held = {rank: sorted({key[3] for key in pieces if key[0] == rank and key[3] >= 0}) for rank in ranks}
     _scale_ends(loom, _Plan(program, stages, model, anatomy, recompute), measured, rows, held, graph.rank)
     _split_backwards(loom, plans, starts, health)
-    group = _pipeline_group(loom, program, len(columns))
-    _messages(loom, program, plans, starts, len(columns), group, size, message_ns)
+    group = pipeline_group(loom, program.ranks, len(columns))
+    add_messages(loom, program, plans, starts, len(columns), group, size, message_ns)
     if loom.dropped:
         health.dropped["dependencies between layers on different stages"] += loom.dropped
     woven = loom.finish()
@@ -202,16 +201,6 @@ def _counts(graph: Graph, ranks: Sequence[int], stages: int, columns: Sequence[S
         return np.ones(stages * len(columns), np.int32)
     of_rank = dict(zip(ranks, graph.multiplicity.tolist(), strict=True))
     return np.array([of_rank[column[0]] for _ in range(stages) for column in columns], np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The copies (positions in the rank's row) that one action of one step takes."""
-
-    step: int
-    action: Action
-    begin: int
-    end: int
 
 
 def _pieces(graph: Graph, anatomy: Anatomy) -> tuple[dict[Key, int], Int32Array]:
@@ -300,10 +289,10 @@ def _remodelled(anatomy: Anatomy, model: Sequence[int]) -> Anatomy:
 
 def _sequence(
     pieces: Mapping[Key, int], plan: _Plan, members: Sequence[int], home: int, new: int
-) -> tuple[list[Copy], list[_Run]]:
+) -> tuple[list[Copy], list[Run]]:
     """The copies of one new rank in order, over all steps, and which of them each action takes."""
     row: list[Copy] = []
-    runs: list[_Run] = []
+    runs: list[Run] = []
     program, ranks = plan.program, plan.program.ranks
     where = {(key[3], key[1]): key[0] for key in pieces if key[0] in members and key[3] >= 0}
     source = members[home * len(members) // ranks]
@@ -327,7 +316,7 @@ def _sequence(
                     _add(row, pieces, again, new, team + plan.beyond, action.micro_batch, unit)
                 phase = int(Phase.FORWARD if forward else Phase.BACKWARD)
                 _add(row, pieces, (rank, step, phase, old, batch), new, team, action.micro_batch, unit)
-            runs.append(_Run(step, action, begin, len(row)))
+            runs.append(Run(step, action, begin, len(row)))
         _add(row, pieces, (source, step, int(Phase.OPTIMIZER), -1, -1), new, home)
     if runs and all(run.begin == run.end for run in runs if run.action.op is not Op.WEIGHT):
         raise UsageError("the trace shows neither forward nor backward layers, so there is nothing to cut into stages")
@@ -372,7 +361,7 @@ def _weight_of_units(anatomy: Anatomy) -> FloatArray:
     return anatomy.parameters if known else np.array([float(is_layer) for is_layer in anatomy.is_layer])
 
 
-def _split_backwards(loom: Loom, plans: Sequence[Sequence[_Run]], starts: IntArray, health: Health) -> None:
+def _split_backwards(loom: Loom, plans: Sequence[Sequence[Run]], starts: IntArray, health: Health) -> None:
     """Where a schedule splits backward, the input part keeps the nodes at a share of their time and the weight part
     becomes one node of the rest, since a trace of whole backward passes does not tell them apart."""
     split = [(new, run) for new, runs in enumerate(plans) for run in runs if run.action.op is Op.INPUT]
@@ -394,7 +383,7 @@ def _split_backwards(loom: Loom, plans: Sequence[Sequence[_Run]], starts: IntArr
         _weight_nodes(loom, runs, new, starts, rest)
 
 
-def _weight_nodes(loom: Loom, runs: Sequence[_Run], new: int, starts: IntArray, rest: FloatArray) -> None:
+def _weight_nodes(loom: Loom, runs: Sequence[Run], new: int, starts: IntArray, rest: FloatArray) -> None:
     """One node for each weight backward of a rank, between the copies before and after it on the main lane."""
     base, end = int(starts[new]), int(starts[new + 1])
     pending: dict[tuple[int, int, int], int] = {}
@@ -416,7 +405,7 @@ def _weight_nodes(loom: Loom, runs: Sequence[_Run], new: int, starts: IntArray, 
                 _follow(loom, node, int(loom.first[behind]))
 
 
-def _weight_node(loom: Loom, tail: int, new: int, run: _Run, dur_ns: int) -> int:
+def _weight_node(loom: Loom, tail: int, new: int, run: Run, dur_ns: int) -> int:
     lane = loom.lane_of(tail)
     on_host = not loom.lanes[lane].is_device
     return loom.node(
@@ -435,84 +424,10 @@ def _follow(loom: Loom, src: int, dst: int) -> None:
         loom.edge(src, dst, EdgeKind.PROGRAM if on_host else EdgeKind.STREAM)
 
 
-def _pipeline_group(loom: Loom, program: Program, columns: int) -> int:
-    """Index of the pipeline's group; the measured one is replaced where there was one."""
-    for index, group in enumerate(loom.groups):
-        if group.axis == "pp":
-            loom.groups[index] = replace(group, size=program.ranks, stride=columns)
-            return index
-    if program.ranks == 1:
-        return -1
-    loom.groups.append(GraphGroup("pp", program.ranks, columns, 1, "pp"))
-    return len(loom.groups) - 1
-
-
-def _messages(
-    loom: Loom,
-    program: Program,
-    plans: Sequence[Sequence[_Run]],
-    starts: IntArray,
-    columns: int,
-    group: int,
-    size_bytes: int,
-    message_ns: MessageTime,
-) -> None:
-    """A send and a receive between stages of different ranks; the receiver's action waits for it."""
-    where = {(new % columns, run.step, run.action): (new, run) for new, runs in enumerate(plans) for run in runs}
-    # A receive is posted when its step begins: behind what stands before the step's first action.
-    posted = {
-        (new, run.step): int(loom.last[starts[new] + run.begin - 1]) if run.begin else -1
-        for new, runs in enumerate(plans)
-        for run in reversed(runs)
-    }
-    for (column, step, action), (new, run) in where.items():
-        found = message_of(program, action)
-        if not found or run.begin == run.end:
-            continue
-        send, receive, peer = found
-        taker = Action(receive.stage, Op.FORWARD if action.op is Op.FORWARD else Op.BACKWARD, action.micro_batch)
-        if (column, step, taker) not in where:
-            taker = program.backward(receive.stage, action.micro_batch)
-        target, other = where[column, step, taker]
-        if other.begin == other.end:
-            continue
-        sender = int(loom.last[starts[new] + run.end - 1])
-        first = int(loom.first[starts[target] + other.begin])
-        if sender < 0 or first < 0:
-            continue
-        dur = message_ns(size_bytes, new // columns, peer)
-        instance = len(loom.collectives)
-        loom.collectives.append(GraphCollective("send", group, size_bytes, size_bytes))
-        _pair(loom, (sender, new, str(send)), (first, target, str(receive)), dur, instance, step)
-        arrive = len(loom) - 3
-        if posted[target, step] >= 0:
-            loom.edge(posted[target, step], arrive, EdgeKind.HAND_OVER)
-        else:
-            loom.edge(arrive - 1, arrive, EdgeKind.HAND_OVER)
-
-
-def _pair(
-    loom: Loom, sender: tuple[int, int, str], taker: tuple[int, int, str], dur_ns: int, instance: int, step: int
-) -> None:
-    """ARRIVE and TRANSFER on both sides, with the receiver's next node behind its transfer."""
-    arrive = []
-    for _, rank, name in (sender, taker):
-        lane = loom.lane(rank, "point to point", True)
-        columns = {"rank": rank, "lane": lane, "name": loom.name(name), "instance": instance, "step": step}
-        arrive.append((loom.node(NodeKind.ARRIVE, **columns), columns))
-    transfer = [loom.node(NodeKind.TRANSFER, dur_ns=dur_ns, **columns) for _, columns in arrive]
-    loom.edge(sender[0], arrive[0][0], EdgeKind.HAND_OVER)
-    for side in (0, 1):
-        loom.edge(arrive[side][0], transfer[side], EdgeKind.STREAM)
-    # An eager send needs no posted receive; the receive can't end before the data is there.
-    loom.edge(arrive[0][0], transfer[1], EdgeKind.RENDEZVOUS)
-    loom.edge(transfer[1], taker[0], EdgeKind.EVENT_WAIT)
-
-
 def _moved(
     anatomy: Anatomy,
     woven: Woven,
-    plans: Sequence[Sequence[_Run]],
+    plans: Sequence[Sequence[Run]],
     starts: IntArray,
     copies: Sequence[Copy],
     beyond: int,

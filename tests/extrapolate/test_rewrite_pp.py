@@ -142,6 +142,38 @@ def test_stages_exchange_one_message_a_micro_batch_and_direction(layered: Layere
     assert {("pp", 4, 1)} == {(g.axis, g.size, g.stride) for g in (made.graph.groups[i.group] for i in sends)}
 
 
+def test_1f1b_pays_every_message_of_its_steady_state(layered: Layered) -> None:
+    """A receive is posted when it is needed, batched with a send, and both are waited for: nothing hides a message."""
+    graph, anatomy = layered(2, 4, launch_ns=0, gap_ns=0, optimizer_ns=0)
+    made = cut(graph, anatomy, build("1F1B", 2, 4), lambda size, src, dst: 10)
+    forward, backward, message = 110, 220, 10
+    # fill, four rounds on the last rank with a message between them, drain
+    expected = forward + message + 4 * (forward + backward) + 3 * message + message + backward
+
+    assert expected == pytest.approx(replay(made.graph).makespan_ns, abs=1)
+
+
+def test_gpipe_pays_every_message_on_its_receiver(layered: Layered) -> None:
+    """A receive is posted only when it is needed, so each pass waits for its own message, though no send is waited for."""
+    graph, anatomy = layered(2, 3, launch_ns=0, gap_ns=0, optimizer_ns=0)
+    made = cut(graph, anatomy, build("GPipe", 2, 3), lambda size, src, dst: 10)
+    forward, backward, message = 110, 220, 10
+    expected = forward + 3 * (message + forward) + backward + 3 * (message + backward)
+
+    assert expected == pytest.approx(replay(made.graph).makespan_ns, abs=1)
+
+
+def test_looped_bfs_on_one_chunk_costs_what_gpipe_does(layered: Layered) -> None:
+    """PyTorch's lowering posts a receive when its sender has run in lock step, which is no earlier than GPipe does."""
+    graph, anatomy = layered(2, 3, launch_ns=0, gap_ns=0, optimizer_ns=0)
+    steps = [
+        replay(cut(graph, anatomy, build(name, 2, 3), lambda size, src, dst: 10).graph).makespan_ns
+        for name in ("GPipe", "LoopedBFS")
+    ]
+
+    assert steps[0] == steps[1]
+
+
 def test_interleaved_chunks_send_around_the_ring(layered: Layered) -> None:
     """With two chunks a rank the last rank sends to the first, so 2 (p v - 1) messages a micro batch."""
     graph, anatomy = layered(4, 4)
@@ -162,7 +194,8 @@ def test_data_parallel_columns_keep_their_collectives_within_a_stage(layered: La
     assert [[0, 1], [0, 1], [2, 3], [2, 3]] == sorted(sorted(ranks) for ranks in members.values())
     assert 4 == sum(item.kind == "all_reduce" for item in made.graph.collectives)
     rendezvous = made.graph.edge_kind == int(EdgeKind.RENDEZVOUS)
-    assert 4 * 2 + 2 * 2 * 2 == int(rendezvous.sum())
+    # each of the four reductions joins two ranks, each of the eight messages both of its sides
+    assert 4 * 2 + 2 * (2 * 2 * 2) == int(rendezvous.sum())
 
 
 def test_an_interrupted_piece_stays_in_order(layered: Layered) -> None:

@@ -39,6 +39,8 @@ def test_every_catalog_entry_loads_and_names_a_source_for_every_number() -> None
     ]
 
     assert [] == missing
+    assert {f"InfiniBand {name}" for name in ("EDR", "HDR", "NDR", "XDR")} <= set(catalog.names("networks"))
+    assert {f"Ethernet {rate}G" for rate in (1, 10, 25, 100, 200, 400, 800)} <= set(catalog.names("networks"))
     assert {
         "dgx_v100",
         "dgx_a100",

@@ -21,7 +21,7 @@ from scaletrace.parse.cats import OP_CATS
 from scaletrace.parse.events import BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 
-WHOLE = 0.9
+WHOLE = 0.99
 """A stretch of the host counts as run again if this share of it was; of less, that part is cut off it."""
 LEAST = 0.02
 """What was run again is worth a look from this share of the forward pass on."""

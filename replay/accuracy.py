@@ -46,7 +46,10 @@ def without_stalls(graph: Graph, dur_ns: IntArray | None = None) -> IntArray:
 
 
 def step_errors(graph: Graph, measured: Measured, timeline: Timeline) -> list[StepError]:
-    """Every step of the job, or the whole window as step -1 where there is none."""
+    """Every step of the job, or the whole window as step -1 where there is none.
+
+    A step that ends before the one before it did (its work was short, or a record was clipped) has no length.
+    """
     bounding = boundary_nodes(graph)
     numbers = np.unique(graph.step[bounding & (graph.step >= 0)])
     if not len(numbers):
@@ -63,6 +66,7 @@ def step_errors(graph: Graph, measured: Measured, timeline: Timeline) -> list[St
             now = was
         ends = inside & bounding
         end, replayed = int(measured.end_ns[ends].max()), int(timeline.end_ns[ends].max())
+        end, replayed = max(end, was), max(replayed, now)
         out.append(StepError(int(number), end - was, replayed - now))
         was, now = end, replayed
     return out
@@ -165,16 +169,12 @@ def across_steps(graph: Graph, measured: Measured) -> list[AcrossSteps]:
 
 
 def _step_times(graph: Graph, dur_ns: IntArray, number: int) -> IntArray:
-    """Replayed length of one step with each column of durations int64[n, K]; the step before it is as it was."""
+    """Replayed length of one step with each column of durations int64[n, K]; the steps before it are as they were."""
     end = replay_columns(graph, dur_ns)
-    bounding = boundary_nodes(graph)
-    numbers = np.unique(graph.step[bounding & (graph.step >= 0)])
-    at = int(np.searchsorted(numbers, number))
-    until = end[bounding & (graph.step == number)].max(axis=0)
-    if at:
-        return np.asarray(until - end[bounding & (graph.step == numbers[at - 1])].max(axis=0))
-    inside = graph.step == number
-    return np.asarray(until - (end - dur_ns)[inside].min(axis=0))
+    bounding, inside = boundary_nodes(graph), graph.step == number
+    before = bounding & (graph.step >= 0) & (graph.step < number)
+    start = end[before].max(axis=0) if before.any() else (end - dur_ns)[inside].min(axis=0)
+    return np.asarray(np.maximum(end[bounding & inside].max(axis=0) - start, 0))
 
 
 def _host_variation(graph: Graph, number: int, others: list[int]) -> float:

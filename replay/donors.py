@@ -19,6 +19,8 @@ from scaletrace.replay.stragglers import lane_order
 PHASES = 4
 """Equal parts of a step, by number of operations, in which the paces of the ranks are compared."""
 FEWEST_RANKS = 4
+MOST_OWN_STEPS = 4
+"""With more other steps than this a rank's own mean is steady enough, and the peers are not asked."""
 MOST_PEERS, MOST_PEER_STEPS = 4, 2
 ALIKE = 0.5
 """Share of a rank's host nodes that must have a counterpart on a peer, for the peer's times to stand in."""
@@ -107,7 +109,7 @@ def peers_weight(graph: Graph, own: Donated) -> float:
     """
     ranks = np.unique(graph.rank[graph.lane >= 0])
     usable = own.common & graph.nodes(NodeKind.HOST, NodeKind.LAUNCH)
-    if len(ranks) < FEWEST_RANKS:
+    if len(ranks) < FEWEST_RANKS or own.dur_ns.shape[1] > MOST_OWN_STEPS:
         return 0.0
     paces = []
     for rank in ranks.tolist():

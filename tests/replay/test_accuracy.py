@@ -43,6 +43,19 @@ def test_steps_are_measured_from_end_to_end() -> None:
     assert 0.0 == mean_error(found)
 
 
+def test_a_step_that_ends_before_the_last_one_has_no_length() -> None:
+    """A first step whose work runs past the second one's end: the second counts 0, the third from the first's end."""
+    nodes = [("gemm", NodeKind.KERNEL, 0, lane, dur) for lane, dur in ((0, 300), (1, 50), (1, 400))]
+    graph = graph_of(nodes, [(1, 2, 0, EdgeKind.STREAM)], release={0: 0, 1: 10}, step=[0, 1, 2])
+    timeline = replay(graph)
+    measured = Measured(timeline.start_ns, timeline.end_ns, np.ones(3, np.bool_))
+
+    found = step_errors(graph, measured, timeline)
+
+    assert [(300, 300), (0, 0), (160, 160)] == [(e.measured_ns, e.replayed_ns) for e in found]
+    assert 0.0 == mean_error(found)
+
+
 def test_strict_replay_forgives_no_stall() -> None:
     """Without the stall of 50 the second step is 50 too short, and says so."""
     graph, measured = _steps([100, 200, 300], stall=50)

@@ -29,7 +29,7 @@ def inspect(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code tells.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
 ) -> None:
-    """Say what is in a capture: ranks, steps, groups and axes, collectives, clocks, who waits for whom, health.
+    """Say what is in a capture: ranks, steps, groups, collectives, clocks, layers, who waits for whom, health.
 
     Example: scaletrace inspect runs/8gpu
     """
@@ -46,7 +46,7 @@ def inspect(
 
 def describe(job: Job) -> dict[str, Any]:
     """The parts of the JSON answer (docs/cli.md), as plain values."""
-    from scaletrace.parse.stragglers import straggler_summary
+    from scaletrace.extrapolate.shares import makeup
 
     present = [trace.rank for trace in job.ranks]
     expected = sorted({*range(job.world_size), *present})
@@ -57,7 +57,7 @@ def describe(job: Job) -> dict[str, Any]:
         "capture": job.capture,
         "captures": {name: list(ranks) for name, ranks in job.captures.items()},
         "backend": job.backend,
-        "hosts": sorted({trace.host for trace in job.ranks if trace.host}),
+        **_hosts(job),
         "ranks": {
             "expected": len(expected),
             "present": present,
@@ -70,8 +70,34 @@ def describe(job: Job) -> dict[str, Any]:
         "collectives": _collectives(job),
         "clocks": {str(rank): _clock(clock) for rank, clock in job.clocks.items()},
         "clock_residual_ns": _median(job.residual_ns),
-        "stragglers": [{name: getattr(share, name) for name in share.__slots__} for share in straggler_summary(job)],
+        "layers": makeup(job).to_json(),
+        "stragglers": _stragglers(job),
     }
+
+
+def _stragglers(job: Job) -> list[dict[str, Any]]:
+    """Shares of every rank; each_waited_ns is the mean over the other ranks, as `replay` shows it."""
+    from scaletrace.parse.stragglers import straggler_summary
+
+    others = max(1, len(job.ranks) - 1)
+    return [
+        {name: getattr(share, name) for name in share.__slots__} | {"each_waited_ns": share.caused_wait_ns // others}
+        for share in straggler_summary(job)
+    ]
+
+
+def _hosts(job: Job) -> dict[str, Any]:
+    """Hosts that the traces or the manifest state; what file names suggest only where several ranks agree on one."""
+    from scaletrace.parse.manifest import hosts_in
+
+    told = {trace.rank: trace.header.get("host_name") for trace in job.ranks} | hosts_in(job.manifest)
+    stated = {host for host in told.values() if isinstance(host, str) and host}
+    if stated:
+        return {"hosts": sorted(stated), "hosts_by": "traces"}
+    guessed = {trace.host for trace in job.ranks if trace.host}
+    if not guessed or len(guessed) == len(job.ranks) > 1:
+        return {"hosts": [], "hosts_by": None}
+    return {"hosts": sorted(guessed), "hosts_by": "file names"}
 
 
 def _median(values: Any) -> int | None:
@@ -173,7 +199,8 @@ def show(answer: dict[str, Any]) -> None:
         if count
         else "none marked; the whole window counts"
     )
-    hosts = f", {len(answer['hosts'])} host{'s' if len(answer['hosts']) != 1 else ''}" if answer["hosts"] else ""
+    by = " by file names" if answer["hosts_by"] == "file names" else ""
+    hosts = f", {len(answer['hosts'])} host{'s' * (len(answer['hosts']) != 1)}{by}" if answer["hosts"] else ""
     out.print(f"steps    {steps}    backend {answer['backend'] or 'not stated'}{hosts}")
     if len(answer["captures"]) > 1:
         names = ", ".join(answer["captures"])
@@ -182,9 +209,14 @@ def show(answer: dict[str, Any]) -> None:
     who = "not on all their ranks" if not ranks["missing"] else "not on all ranks present"
     out.print(f"matched  {collectives['matched']} collectives{rung}, {collectives['unmatched']} {who}")
     out.print(f"clocks   {_clock_line(answer)}")
-    for table in (_group_table(answer), _kind_table(answer), _rank_table(answer), _health_table(answer)):
+    for table in (_group_table(answer), _kind_table(answer), _rank_table(answer), _layer_table(answer)):
         if table.row_count:
             out.print(table)
+    if answer["layers"]["why_not"]:
+        out.print(f"layers   none found: {answer['layers']['why_not']}")
+    health = _health_table(answer)
+    if health.row_count:
+        out.print(health)
     for note in answer["health"]["notes"][:_ROWS]:
         out.print(f"- {escape(_plain(note))}")
     if len(answer["health"]["notes"]) > _ROWS:
@@ -298,7 +330,7 @@ def _transfer(row: dict[str, Any]) -> str:
 
 def _rank_table(answer: dict[str, Any]) -> Table:
     table = _table(
-        ("rank", True), ("holds others up", True), ("waits itself", True), ("computes", True), ("verdict", False)
+        ("rank", True), ("each other waits", True), ("waits itself", True), ("computes", True), ("verdict", False)
     )
     shares = answer["stragglers"]
     if len(shares) < 2 or not any(share["waited_ns"] for share in shares):
@@ -307,11 +339,38 @@ def _rank_table(answer: dict[str, Any]) -> Table:
     for share in (named + [share for share in shares if not share["cause"]])[: max(len(named), 3)][:_ROWS]:
         table.add_row(
             str(share["rank"]),
-            f"{_time(share['delay_ns'])}/step",
+            f"{_time(share['each_waited_ns'])}/step",
             f"{_time(share['waited_ns'])}/step",
             f"{_time(share['compute_ns'])}/step",
             share["cause"] or "-",
         )
+    return table
+
+
+def _layer_table(answer: dict[str, Any]) -> Table:
+    """What the model is made of, and what each part takes of a step."""
+    from rich.markup import escape
+
+    found = answer["layers"]
+    table = _table(
+        (f"model (by {found['rule']})", False),
+        ("layers", True),
+        ("forward", True),
+        ("backward", True),
+        ("other", True),
+        ("share", True),
+    )
+    if not found["found"]:
+        return table
+    for part in found["parts"]:
+        times = [part["forward_ns"], part["backward_ns"], part["other_ns"]]
+        if any(times):
+            table.add_row(
+                escape(_plain(part["name"])),
+                str(part["count"]) if part["is_layer"] else "",
+                *(_time(ns) if ns else "-" for ns in times),
+                f"{part['share']:.1%}",
+            )
     return table
 
 

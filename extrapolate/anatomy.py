@@ -95,7 +95,10 @@ class Anatomy:
 def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
     """The anatomy of a job. With a pipeline in `layout` the units of its stages are numbered through."""
     graph, job = built.graph, built.job
-    sections, outline = outlined(job, layout)
+    ranks = [trace.rank for trace in job.ranks]
+    sections, outline = outlined(
+        job, {rank: layout.coordinates(rank)["pp"] if layout and rank < layout.ranks else 0 for rank in ranks}
+    )
     names, flags, shift = outline.names, outline.is_layer, outline.shift
     at = np.full(len(graph), -1, np.int64)
     clock = {rank: job.clocks[rank].offset_ns if rank in job.clocks else 0 for rank in sections}
@@ -152,10 +155,9 @@ class Outline:
         return sum(self.is_layer)
 
 
-def outlined(job: Job, layout: Layout | None = None) -> tuple[dict[int, Sections], Outline]:
-    """Sections of every rank, and the units that they make together. With a pipeline the stages are numbered through."""
+def outlined(job: Job, stages: Mapping[int, int]) -> tuple[dict[int, Sections], Outline]:
+    """Sections of every rank, and the units that they make together; pipeline stages (by rank) are numbered through."""
     sections = {trace.rank: sections_of(trace) for trace in job.ranks}
-    stages = {rank: layout.coordinates(rank)["pp"] if layout and rank < layout.ranks else 0 for rank in sections}
     if any(not found.layers for found in sections.values()):
         sections |= staged({trace.rank: trace for trace in job.ranks}, stages)
     health = Health()

@@ -33,8 +33,9 @@ _EMBEDS = re.compile(r"emb|tok|wte", re.IGNORECASE)
 _HEADS = re.compile(r"head|output|logit|classif|unembed", re.IGNORECASE)
 _SOFTMAX = re.compile(r"^(?!.*log_?softmax).*(::_?softmax$|softmax_warp_forward|SoftMaxForward)", re.IGNORECASE)
 _EVENLY = 0.3
-_UNSIZED = 3
-"""Operators of a layer at least where no sizes are recorded: a product and its activation may differ in every layer."""
+_UNSIZED, _WHOLE = 3, 12
+"""Operators of a layer at least where no sizes are recorded: a product and its activation may differ in every layer. One
+that stands for as many others as _WHOLE (a compiled or checkpointed block) is enough."""
 NOTHING = "nothing repeats"
 OPERATORS = "repeated operators"
 NO_STACK = (
@@ -333,8 +334,8 @@ def _by_repetition(events: Events, passes: list[Pass]) -> Found | None:
     """Layers from what repeats among the operators of each micro batch; most micro batches agree on how many."""
     work = [classify(text) for text in events.strings]
     norms = np.array([kind is Work.NORM for kind in work] + [False], np.bool_)
-    cores = np.array([attends(text) for text in events.strings] + [False], np.bool_)
     dims = events.texts("Input Dims")
+    inside = [one.ops.inside(events) for one in passes]
     chunks: list[tuple[int, IntArray]] = []
     for number, one in enumerate(passes):
         batch = one.batch[one.forward]
@@ -342,12 +343,22 @@ def _by_repetition(events: Events, passes: list[Pass]) -> Found | None:
 
     def find(number: int, rows: IntArray, want: int) -> Stack | None:
         ops = passes[number].ops
-        name = events.name[ops.row[rows]]
-        stack = find_stack(ops.token[rows], opens=norms[name], cores=cores[name], want=want)
-        sized = (dims[ops.row[rows]] >= 0).any()
-        return stack if stack is None or sized or stack.last[-1] - stack.first[0] >= _UNSIZED * len(stack) else None
+        mine = ops.row[rows]
+        stack = find_stack(
+            ops.token[rows],
+            weight=inside[number][rows].astype(np.float64),
+            opens=norms[events.name[mine]],
+            cores=attends(events, mine),
+            sizes=np.where(inside[number][rows] >= _WHOLE, inside[number][rows], 1),
+            want=want,
+        )
+        if stack is None or (dims[mine] >= 0).any():
+            return stack
+        through = slice(int(stack.first[0]), int(stack.last[-1]))
+        whole = int(inside[number][rows[through]].max()) >= _WHOLE
+        return stack if whole or through.stop - through.start >= _UNSIZED * len(stack) else None
 
-    cut = agreed(chunks, find, lambda _, rows: float(len(rows)))
+    cut = agreed(chunks, find, lambda number, rows: float(inside[number][rows].sum()))
     if cut is None:
         return None
     stacks, layers, kinds, uncut = cut
@@ -359,9 +370,18 @@ def _by_repetition(events: Events, passes: list[Pass]) -> Found | None:
     return Found(unit, *framed(layers, names, kinds), OPERATORS, uncut)
 
 
-def attends(name: str) -> bool:
-    """Whether an operator or kernel is the one of attention that stands in a layer once: fused, or its softmax."""
-    return classify(name) is Work.ATTENTION or bool(_SOFTMAX.search(name))
+def attends(events: Events, rows: IntArray) -> BoolArray:
+    """Which of some operators or kernels is the one of attention that stands in a layer once.
+
+    It is the fused one; where none is fused the softmax, which routers of experts have too.
+    """
+    fused = np.array([classify(text) is Work.ATTENTION for text in events.strings] + [False], np.bool_)[
+        events.name[rows]
+    ]
+    if fused.any():
+        return np.asarray(fused, np.bool_)
+    softmax = np.array([bool(_SOFTMAX.search(text)) for text in events.strings] + [False], np.bool_)
+    return np.asarray(softmax[events.name[rows]], np.bool_)
 
 
 def agreed(

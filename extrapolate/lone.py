@@ -27,15 +27,14 @@ def by_one_block(events: Events, passes: list[Pass]) -> Found | None:
     Its embedding lies before, its head is the last product, unless a sum follows that closes the block.
     """
     work = [classify(text) for text in events.strings]
-    cores = [attends(text) for text in events.strings]
     sums = np.array([text.endswith(("::add", "::add_")) for text in events.strings], np.bool_)
     units = []
     for one in passes:
         unit = np.full(len(one.ops.row), -1, np.int32)
         for rows in _batches(one):
-            name = events.name[one.ops.row[rows]]
-            mine = [Work.ATTENTION if cores[code] else work[code] for code in name.tolist()]
-            if mine.count(Work.ATTENTION) != 1:
+            name, cores = events.name[one.ops.row[rows]], attends(events, one.ops.row[rows])
+            mine = [Work.ATTENTION if core else work[code] for code, core in zip(name.tolist(), cores, strict=True)]
+            if int(cores.sum()) != 1:
                 return None
             unit[rows] = _block(mine, sums[name])
         units.append(unit)

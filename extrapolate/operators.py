@@ -30,6 +30,11 @@ class Operators:
     partner: Int32Array
     block: Int32Array
 
+    def inside(self, events: Events) -> IntArray:
+        """How many operators each one stands for, int64[k]: itself and all that run within it."""
+        within = _enclosing(events, self.row, np.flatnonzero(events.in_cats("cpu_op")))
+        return np.maximum(np.bincount(within[within >= 0], minlength=len(self.row)), 1)
+
 
 def outermost(events: Events, step: Step) -> Operators:
     """The operators of one step that no other contains, on all threads that ran any."""

@@ -110,13 +110,14 @@ def named_layers(ranges: Sequence[Range], tokens: Int32Array, batch: Int32Array)
             outer = ranges[outer].parent
         if outer < 0:
             groups[stems[at]].append(at)
-    best = _best(ranges, groups, bags)
-    if best is None:
-        return None
-    chosen = sorted(_with_siblings(ranges, best, groups, bags), key=lambda at: ranges[at].first)
-    held = sum(ranges[at].last - ranges[at].first for at in chosen)
-    through = ranges[chosen[-1]].last - ranges[chosen[0]].first
-    if held < STACK * int((batch == number).sum()) or held < CLOSE * through:
+    total = int((batch == number).sum())
+    for best in _candidates(ranges, groups, bags):
+        chosen = sorted(_with_kin(ranges, best, groups, bags), key=lambda at: ranges[at].first)
+        held = sum(ranges[at].last - ranges[at].first for at in chosen)
+        through = ranges[chosen[-1]].last - ranges[chosen[0]].first
+        if held >= STACK * total and held >= CLOSE * through:
+            break
+    else:
         return None
     kinds = _kinds(chosen, stems, bags)
     names = [ranges[at].name for at in chosen]
@@ -141,43 +142,58 @@ def _bags(ranges: Sequence[Range], mine: Sequence[int], tokens: Int32Array) -> d
     return out
 
 
-def _best(
+def _candidates(
     ranges: Sequence[Range], groups: dict[str, list[int]], bags: dict[int, npt.NDArray[np.float64]]
-) -> list[int] | None:
-    """The instances of the name that explains most; of those that explain as much, the one with most instances."""
+) -> list[list[int]]:
+    """The like instances of each name: those that explain most first, of equals the one with most instances."""
     found = []
     for name, group in groups.items():
-        if len(group) < 2:
-            continue
-        matrix = np.array([bags[at] for at in group])
-        likeness = matrix @ matrix.T
-        np.fill_diagonal(likeness, 0.0)
-        alike = [at for at, most in zip(group, likeness.max(axis=1).tolist(), strict=True) if most >= ALIKE]
+        alike = _alike(group, bags)
         held = sum(ranges[at].last - ranges[at].first for at in alike)
         if len(alike) >= 2:
             found.append((held, len(alike), not _WRAPPER.search(name), alike))
-    if not found:
-        return None
-    most_held = max(item[0] for item in found)
+    most_held = max((item[0] for item in found), default=0)
     good = [item for item in found if item[0] >= COVERED * most_held]
-    return max(good, key=lambda item: (item[1], item[2], item[0]))[3]
+    good.sort(key=lambda item: (item[1], item[2], item[0]), reverse=True)
+    rest = sorted((item for item in found if item[0] < COVERED * most_held), key=lambda item: item[0], reverse=True)
+    return [item[3] for item in [*good, *rest]]
 
 
-def _with_siblings(
+def _alike(group: list[int], bags: dict[int, npt.NDArray[np.float64]]) -> list[int]:
+    """Those of a group that hold what another one of it holds."""
+    if len(group) < 2:
+        return []
+    matrix = np.array([bags[at] for at in group])
+    likeness = matrix @ matrix.T
+    np.fill_diagonal(likeness, 0.0)
+    return [at for at, most in zip(group, likeness.max(axis=1).tolist(), strict=True) if most >= ALIKE]
+
+
+def _with_kin(
     ranges: Sequence[Range],
     best: list[int],
     groups: dict[str, list[int]],
     bags: dict[int, npt.NDArray[np.float64]],
 ) -> list[int]:
-    """The layers, with those of other names that stand beside them under the same parent and hold alike things."""
+    """The layers, with those of other names that stand beside them under the same parent and hold alike things, and the
+    stacks of other names under other parents (a decoder behind an encoder)."""
+    parents = {ranges[at].parent for at in best}
     parent = Counter(ranges[at].parent for at in best).most_common(1)[0][0]
     out = list(best)
+
+    def apart(at: int) -> bool:
+        one = ranges[at]
+        return all(one.last <= ranges[other].first or one.first >= ranges[other].last for other in out)
+
     for group in groups.values():
         for at in group:
-            one = ranges[at]
-            apart = all(one.last <= ranges[other].first or one.first >= ranges[other].last for other in out)
-            if one.parent == parent and apart and max(float(bags[at] @ bags[other]) for other in best) >= ALIKE:
+            near = max(float(bags[at] @ bags[other]) for other in best)
+            if ranges[at].parent == parent and near >= ALIKE and apart(at):
                 out.append(at)
+    for group in groups.values():
+        alike = _alike(group, bags)
+        if parents.isdisjoint(ranges[at].parent for at in alike) and all(apart(at) for at in alike):
+            out += alike
     return out
 
 

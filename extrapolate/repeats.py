@@ -19,15 +19,17 @@ from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 FloatArray = npt.NDArray[np.float64]
 
 ALIKE = 0.5
-"""Two neighbours of a stack share at least this much (cosine of the roots of the counts): a dense layer and one with
-experts share their attention, while the halves of one layer share a norm and a sum, which is 0.2 to 0.4."""
+"""Two neighbours of a stack share at least this much (cosine of the roots of the counts): the halves of one layer share a
+norm and a sum, which is 0.2 to 0.4."""
+AROUND_CORE = 0.25
+"""The same between two attentions, which can't be halves: a dense layer and one with many experts share that alone."""
 SAME = 0.8
 """Layers this similar are of one kind."""
 COVERED = 0.75
 """Anchors that explain this much of what the best one explains are as good: some explain the ends along with the layers."""
 STACK = 0.5
 """Less than this share of the work repeated is no stack of layers."""
-SHORT, TOWER = 6, 2 / 3
+SHORT, TOWER = 3, 0.75
 """Layers of fewer items than SHORT must hold the share TOWER."""
 _OWN, _SHARED = 192, 64
 _PEERS = 8
@@ -92,13 +94,15 @@ def find_stack(
     weight: FloatArray | None = None,
     opens: BoolArray | None = None,
     cores: BoolArray | None = None,
+    sizes: IntArray | None = None,
     want: int = 0,
 ) -> Stack | None:
-    """The stack of layers in a sequence of n items, None where less than half of the weight repeats.
+    """The stack of layers in a sequence of n items, None where less than half of the weight repeats (with `want`: any).
 
     weight  float64[n]: what an item counts (its time); one each by default
     opens   bool[n]: items with which a layer preferably begins (norms), where several beginnings explain as much
     cores   bool[n]: items that a layer holds once (attention); the best anchor if they explain most
+    sizes   int64[n]: elementary things that an item stands for (operators inside it), 1 each by default
     want    number of layers that must come out, 0 = any
     """
     if len(tokens) < 4:
@@ -110,22 +114,25 @@ def find_stack(
         if one is not None:
             found.append(one)
     best = max((one.held for one in found), default=0.0)
-    good = [one for one in found if one.held >= COVERED * best and (one.core or one.alike >= SAME)]
+    good = [
+        one for one in found if one.held >= (STACK if one.core else COVERED) * best and (one.core or one.alike >= SAME)
+    ]
     most = max((one.count for one in good if one.core), default=0)
     # Attention stands in each layer once, but for the odd layer without any; else the finest cut into equal parts counts.
     good.sort(key=lambda one: (one.worth(most), -int(one.places[0])), reverse=True)
     for one in good:
-        stack = _cut(sequence, one.places)
-        if stack is None or stack.share < _enough(stack) or (want and len(stack) != want):
+        stack = _cut(sequence, one)
+        if stack is None or (len(stack) != want if want else stack.share < _enough(stack, sizes)):
             continue
         if 2 * (int(stack.kind.max()) + 1) <= len(stack) or one.core:
             return stack
     return None
 
 
-def _enough(stack: Stack) -> float:
+def _enough(stack: Stack, sizes: IntArray | None) -> float:
     """The share that a stack must hold: a product and its activation, repeated, are a tower that other models have too."""
-    short = float((stack.last - stack.first).mean()) < SHORT
+    upto = np.append(0, np.cumsum(sizes)) if sizes is not None else np.arange(int(stack.last[-1]) + 1)
+    short = float((upto[stack.last] - upto[stack.first]).mean()) < SHORT
     return TOWER if short else STACK
 
 
@@ -167,7 +174,7 @@ def _linked(sequence: _Sequence, places: IntArray, core: bool) -> _Candidate | N
     last = np.append(places[1:], min(len(sequence.tokens), int(places[-1]) + int(np.median(gap))))
     roots = sequence.roots(places, last)
     alike = (roots[1:] * roots[:-1]).sum(axis=1)
-    link = alike >= ALIKE
+    link = alike >= (AROUND_CORE if core else ALIKE)
     if not link.any():
         return None
     inside = np.zeros(len(places), np.bool_)
@@ -180,10 +187,11 @@ def _linked(sequence: _Sequence, places: IntArray, core: bool) -> _Candidate | N
     return _Candidate(places, core, held, float(alike[link].mean()), int(inside.sum()))
 
 
-def _cut(sequence: _Sequence, places: IntArray) -> Stack | None:
+def _cut(sequence: _Sequence, anchor: _Candidate) -> Stack | None:
     """Layers around the anchors; anchors between which something else lies begin a new run."""
+    places = anchor.places
     roots = sequence.roots(places[:-1], places[1:])
-    link = (roots[1:] * roots[:-1]).sum(axis=1) >= ALIKE
+    link = (roots[1:] * roots[:-1]).sum(axis=1) >= (AROUND_CORE if anchor.core else ALIKE)
     begins = np.flatnonzero(np.append(True, ~link))
     ends = np.append(begins[1:], len(places) - 1)
     first: list[int] = []

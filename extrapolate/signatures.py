@@ -16,6 +16,7 @@ import numpy.typing as npt
 from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import (
     NO_STACK,
+    NOTHING,
     OPERATORS,
     Phase,
     Placed,
@@ -33,6 +34,8 @@ from scaletrace.parse.job import RankTrace
 
 _SERIAL = re.compile(r"^(triton_.*?)_\d+(?=$|[^A-Za-z0-9_])")
 """Triton numbers its kernels through, so that two of one body differ in their last number."""
+
+_INNER = re.compile(r"^(?!.*autograd::)(\w+::\w+|cpp_fused\w*|triton_\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,10 @@ def sections_of(trace: RankTrace) -> Sections:
     base = find_sections(trace)
     if base.layers and (base.rule != OPERATORS or _on_device(launched(trace.events), base) >= STACK):
         return base
-    found = sections_from_kernels(trace, replace(base, units=("model",), is_layer=(False,), kind=("",), why=NO_STACK))
+    if base.layers:
+        none = np.full_like(base.unit, -1)
+        base = replace(base, unit=none, units=("model",), is_layer=(False,), kind=("",), rule=NOTHING, why=NO_STACK)
+    found = sections_from_kernels(trace, base)
     if not found.layers:
         single = find_sections(trace, (by_one_block,))
         return single if single.layers else found
@@ -82,7 +88,9 @@ def sections_from_kernels(trace: RankTrace, base: Sections) -> Sections:
 
     The passes must agree on the number of layers; one in which another number repeats stays uncut.
     """
-    found = launched(trace.events)
+    found, rule = launched(trace.events), "repeated kernels"
+    if not len(found.row):
+        found, rule = inner_operators(trace.events), "repeated inner operators"
     if not len(found.row):
         return base
     at = base.at(found.when_ns)
@@ -115,7 +123,7 @@ def sections_from_kernels(trace: RankTrace, base: Sections) -> Sections:
     known = np.flatnonzero(unit >= 0)
     names = ("embedding", *(f"layer {i}" for i in range(layers)), "head")
     starts = _marks(found.when_ns[known], np.stack([phase, unit, batch, step], axis=1)[known])
-    out = replace(_merged(base, starts, names), kind=("", *kinds, ""), why="", uncut=uncut)
+    out = replace(_merged(base, starts, names), rule=rule, kind=("", *kinds, ""), why="", uncut=uncut)
     if not found.shared:
         return out
     order = known[np.argsort(found.row[known])]
@@ -154,38 +162,54 @@ def _stack(found: Launches, rows: IntArray, want: int) -> Stack | None:
 
 def launched(events: Events) -> Launches:
     """Every compute kernel that a recorded call launched, without communication."""
-
     kernels = np.flatnonzero(events.in_cats("kernel") & (events.correlation >= 0))
     calls = np.flatnonzero(events.in_cats("cuda_runtime", "cuda_driver", "hip_runtime") & (events.correlation >= 0))
     if not len(kernels) or not len(calls):
-        none = np.zeros(0, np.int64)
-        no = np.zeros(0, np.bool_)
-        return Launches(none, none, none.astype(np.int32), none.astype(np.float64), no, no, no, False)
+        return _described(events, kernels[:0], kernels[:0], "grid")
     order = calls[np.argsort(events.correlation[calls], kind="stable")]
     at = np.minimum(np.searchsorted(events.correlation[order], events.correlation[kernels]), len(order) - 1)
     hit = events.correlation[order[at]] == events.correlation[kernels]
     quiet = np.array(["nccl" in text.lower() or "rccl" in text.lower() for text in events.strings], np.bool_)
     hit &= ~quiet[events.name[kernels]]
-    kernels, when = kernels[hit], events.ts_ns[order[at[hit]]]
-    body = {text: at for at, text in enumerate(dict.fromkeys(_SERIAL.sub(r"\1", text) for text in events.strings))}
-    body_of = np.array([body[_SERIAL.sub(r"\1", text)] for text in events.strings], np.int64)
-    pairs = np.stack([body_of[events.name[kernels]], events.texts("grid")[kernels]], axis=1)
+    return _described(events, kernels[hit], events.ts_ns[order[at[hit]]], "grid")
+
+
+def inner_operators(events: Events) -> Launches:
+    """The operators that calls of compiled or checkpointed code contain, without those inside of them; each counts one."""
+    inner = np.array([bool(_INNER.match(text)) for text in events.strings] + [False], np.bool_)
+    rows = np.flatnonzero(events.in_cats("cpu_op") & inner[events.name])
+    rows = rows[np.lexsort((-events.dur_ns[rows], events.ts_ns[rows], events.lane[rows]))]
+    reach = np.full(len(rows), np.iinfo(np.int64).min)
+    for code in np.unique(events.lane[rows]):
+        mine = np.flatnonzero(events.lane[rows] == code)
+        reach[mine[1:]] = np.maximum.accumulate(events.end_ns[rows[mine]])[:-1]
+    rows = rows[events.ts_ns[rows] >= reach]
+    found = _described(events, rows, events.ts_ns[rows], "Input Dims")
+    return replace(found, dur_ns=np.ones(len(rows)), shared=False)
+
+
+def _described(events: Events, rows: IntArray, when_ns: IntArray, size: str) -> Launches:
+    """Rows in order of `when_ns`, a letter for each name and value of the argument `size`."""
+    bodies = [_SERIAL.sub(r"\1", text) for text in events.strings]
+    number = {text: at for at, text in enumerate(dict.fromkeys(bodies))}
+    body_of = np.array([number[text] for text in bodies] + [0], np.int64)
+    order = np.lexsort((events.ts_ns[rows], when_ns))
+    rows = rows[order]
+    pairs = np.stack([body_of[events.name[rows]], events.texts(size)[rows]], axis=1)
     _, letter = np.unique(pairs, axis=0, return_inverse=True)
-    by_time = np.lexsort((events.ts_ns[kernels], when))
-    rows = kernels[by_time]
     work = [classify(text) for text in events.strings]
 
     def is_a(kind: Work) -> BoolArray:
-        return np.asarray(np.array([one is kind for one in work], np.bool_)[events.name[rows]], np.bool_)
+        return np.asarray(np.array([one is kind for one in work] + [False], np.bool_)[events.name[rows]], np.bool_)
 
-    _, count = np.unique(events.correlation[kernels], return_counts=True)
+    _, count = np.unique(events.correlation[rows], return_counts=True)
     return Launches(
-        when[by_time],
+        when_ns[order],
         rows.astype(np.int64),
-        letter.reshape(-1).astype(np.int32)[by_time],
+        letter.reshape(-1).astype(np.int32),
         events.dur_ns[rows].astype(np.float64),
         is_a(Work.NORM),
-        np.array([attends(text) for text in events.strings], np.bool_)[events.name[rows]],
+        attends(events, rows),
         is_a(Work.EMBEDDING),
         bool(count.max(initial=0) > 1),
     )
@@ -230,5 +254,4 @@ def _merged(base: Sections, rows: list[tuple[int, int, int, int, int]], names: t
         step=table[:, 4].astype(np.int32),
         units=names,
         is_layer=(False, *([True] * (len(names) - 2)), False),
-        rule="repeated kernels",
     )

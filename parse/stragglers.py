@@ -6,7 +6,10 @@ a group whose transfers take longer than those of its sister groups (slow link).
 A verdict must not depend on how far clocks are apart. Kernels of one collective end together, so the shortest member
 arrived last and every other one waited for as long as it is longer: no clock takes part. Spans of gloo end
 milliseconds apart, so there starts are compared, on clocks set to the middle of their bounds, which moves with any
-offset that a clock has.
+offset that a clock has. Ranks that are known to share a host, and so a clock, need no bounds.
+
+Kernels beside a collective are slower, also beside one that waits. So a rank whose kernels are slow in themselves is
+told by those that run alone (pace.py).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, IntArray
 from scaletrace.parse.job import KINDS, SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.match_device import communication_kernels
 from scaletrace.parse.members import KIND
+from scaletrace.parse.pace import slower_ns
 
 _SYNC = tuple(KIND[kind] for kind in (*SYNCHRONISING, "custom"))
 _SHARE_OF_STEP = 0.05
@@ -41,7 +45,8 @@ class RankShare:
     behind_ns       how much longer every other rank (of the same pipeline stage) waited at least; what the job would
                     gain if this rank kept pace. Negative where another rank waited less
     compute_ns      time in own work: kernels, or operators where there is no device
-    extra_compute_ns  compute beyond the median of the other ranks (of the same pipeline stage)
+    extra_compute_ns  compute beyond the median of the other ranks (of the same pipeline stage), or what its kernels take
+                    beyond the same ones of other ranks where nothing runs beside them, whichever is more
     transfer_excess_ns  transfer time beyond that of sister groups
     cause           "computes longer", "launches later", "transfers longer", or "" where the rank stands out in nothing
     """
@@ -69,6 +74,7 @@ def straggler_summary(job: Job) -> tuple[RankShare, ...]:
     excess = _link_excess(job)
     compute = {trace.rank: _compute_ns(trace) // steps for trace in job.ranks}
     stage = _stages(job)
+    slower = slower_ns(job)
     rows = []
     for trace in job.ranks:
         rank = trace.rank
@@ -81,7 +87,9 @@ def straggler_summary(job: Job) -> tuple[RankShare, ...]:
             waited[rank] // steps,
             min(less, default=0),
             compute[rank],
-            compute[rank] - int(np.median([compute[peer] for peer in peers])) if peers else 0,
+            max(compute[rank] - int(np.median([compute[peer] for peer in peers])), slower[rank] // steps)
+            if peers
+            else 0,
             excess[rank] // steps,
         )
         rows.append(replace(row, cause=_cause(row, float(np.median(less)) if less else 0.0, step_ns)))
@@ -161,7 +169,7 @@ def _own_waits(job: Job, rows: IntArray, first: IntArray, of: IntArray) -> tuple
     for trace in job.ranks:
         mine = c.rank[rows] == trace.rank
         clock = job.clocks[trace.rank]
-        if clock.high_ns < UNBOUNDED and clock.low_ns > -UNBOUNDED:
+        if clock.source != "same host" and clock.high_ns < UNBOUNDED and clock.low_ns > -UNBOUNDED:
             start[mine] += clock.offset_ns - (clock.low_ns + clock.high_ns) // 2
         kernels = trace.events.in_cats(*KERNEL_CATS)
         on_device[mine] = kernels[c.event[rows][mine]] & (c.event[rows][mine] >= 0)

@@ -56,3 +56,59 @@ def test_quiet_prints_nothing(run: Run, samples: Path) -> None:
     done = run("inspect", samples / "ddp_straggler_w4", "--quiet")
 
     assert (0, "") == (done.returncode, done.stdout)
+
+
+def test_inspect_and_replay_give_one_number(run: Run, samples: Path) -> None:
+    """How long the others wait for the straggler is the same in both commands, although clocks are loosely bounded."""
+    inspected = json.loads(run("inspect", samples / "ddp_straggler_w4", "--json").stdout)["stragglers"][0]
+    replayed = json.loads(run("replay", samples / "ddp_straggler_w4", "--no-trace", "--json").stdout)
+    each_ns = replayed["stragglers"][0]["caused_wait_ns"] / len(replayed["steps"])
+
+    assert 3 == inspected["rank"] == replayed["stragglers"][0]["rank"]
+    assert abs(inspected["each_waited_ns"] / each_ns - 1) < 0.01
+
+
+def test_inspect_shows_what_the_model_is_made_of(run: Run, samples: Path) -> None:
+    """One layer of the sample's model, with embedding, head and optimizer apart, and times that add up to a whole."""
+    layers = json.loads(run("inspect", samples / "ddp_w2", "--json").stdout)["layers"]
+    parts = {part["name"]: part for part in layers["parts"]}
+
+    assert (True, 1, 1, "a single attention") == tuple(
+        layers[key] for key in ("found", "layers", "micro_batches", "rule")
+    )
+    assert ["embedding", "layer", "head", "optimizer", "rest of the step"] == list(parts)
+    assert 1 == round(sum(part["share"] for part in layers["parts"]), 6)
+    assert parts["layer"]["backward_ns"] > parts["layer"]["forward_ns"] > parts["embedding"]["forward_ns"] > 0
+    assert parts["optimizer"]["other_ns"] > 0
+
+
+def test_no_layers_are_said_with_the_remedy(run: Run, shared_data: Path) -> None:
+    """A recommendation model is no stack of layers; the reason and what to record stand in text and JSON."""
+    folder = shared_data / "traces" / "torchrec2_v100"
+    text = " ".join(run("inspect", folder).stdout.split())
+
+    assert "none found: no stretch that repeats covers half of the forward pass" in text
+    assert "with_modules=True" in text
+    assert json.loads(run("inspect", folder, "--json").stdout)["layers"]["why_not"]
+
+
+def test_hosts_that_only_file_names_suggest_are_not_counted(run: Run, shared_data: Path) -> None:
+    """worker0_…, worker1_… are no eight hosts; a shared name in front of the process id says that it is a guess."""
+    dlrm = json.loads(run("inspect", shared_data / "traces" / "dlrm8_v100", "--json").stdout)
+    named = json.loads(run("inspect", shared_data / "traces" / "torchrec2_v100", "--json").stdout)
+
+    assert ([], None) == (dlrm["hosts"], dlrm["hosts_by"])
+    assert (["node01"], "file names") == (named["hosts"], named["hosts_by"])
+
+
+def test_a_rank_with_slow_kernels_computes_longer(run: Run, tmp_path: Path) -> None:
+    """Kernels a fifth slower on one rank are named so, although the others' kernels are slow beside their waits."""
+    made = run(
+        "synth", "--model", "llama2-7b", "--layout", "fsdp=4", "--ranks", "all", "--steps", "2", "--fault", "slow:3:1.2",
+        "--out", tmp_path / "slow",
+    )  # fmt: skip
+    assert 0 == made.returncode
+    worst = json.loads(run("inspect", tmp_path / "slow", "--json").stdout)["stragglers"][0]
+
+    assert (3, "computes longer") == (worst["rank"], worst["cause"])
+    assert worst["extra_compute_ns"] > 0.1 * worst["compute_ns"]

@@ -182,7 +182,21 @@ def idle_leaves(
     quiet = np.array([text.startswith(("c10d", "_c10d")) for text in events.strings], np.bool_)
     row = np.where(inner >= 0, rows[np.maximum(inner, 0)], -1) if len(rows) else inner
     idle = (row < 0) | events.in_cats(*ANNOTATION_CATS)[row] | quiet[events.name[row]]
+    idle |= np.isin(row, _callers(events, rows[quiet[events.name[rows]]], rows)) & (row >= 0)
     return at, to, idle, row
+
+
+def _callers(events: Events, calls: IntArray, rows: IntArray) -> IntArray:
+    """Of `rows` (one thread, by start) the functions of the user's own that call a collective: there they may wait for
+    it, as Megatron's tensor-parallel functions do. Operators of PyTorch only issue."""
+    own = np.array(
+        [not text.startswith(("aten::", "c10d", "_c10d")) and "AccumulateGrad" not in text for text in events.strings],
+        np.bool_,
+    )
+    outer = rows[own[events.name[rows]] & events.in_cats(*OP_CATS)[rows]]
+    begins = np.sort(events.ts_ns[calls])
+    inside = np.searchsorted(begins, events.end_ns[outer]) > np.searchsorted(begins, events.ts_ns[outer])
+    return np.asarray(outer[inside], np.int64)
 
 
 def find_waits(events: Events, works: Works, thread: int) -> Waits:

@@ -139,3 +139,18 @@ def test_hidden_send_takes_no_time_of_its_own(tmp_path: Path) -> None:
     assert graph.dur_ns[send] <= 80_000
     assert replay(graph, faster).makespan_ns < 250_000
     assert built.measured.end_ns.max() == replay(graph).end_ns.max()
+
+
+@pytest.mark.parametrize("own", ["Summed", "autograd::engine::evaluate_function: CopiedBackward"])
+def test_a_function_of_the_users_own_may_wait_for_what_it_issued(tmp_path: Path, own: str) -> None:
+    """A tensor-parallel function that calls a blocking collective waits in it: its time follows the late rank's."""
+    ranks = []
+    for compute_us in (200, 1000):
+        events = _rank(compute_us, 1240)
+        ranks.append([*events[:1], op(own, 10 + compute_us, 1232 - compute_us), *events[1:]])
+    built = build(job_of(tmp_path, *ranks))
+    late = named(built, "aten::mm")[np.argmax(built.graph.dur_ns[named(built, "aten::mm")])]
+    faster = built.graph.dur_ns.copy()
+    faster[late] -= 500_000
+
+    assert replay(built.graph).makespan_ns - 500_000 == replay(built.graph, faster).makespan_ns

@@ -21,7 +21,7 @@ from scaletrace.parse.cats import OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import LOADER_WAIT, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.host import gap_names, layers_at, outermost, spans_of, step_of, thread_name
+from scaletrace.parse.host import gap_names, layers_at, loader_spans, outermost, spans_of, step_of, thread_name
 from scaletrace.parse.job import Job, RankTrace
 
 
@@ -57,11 +57,12 @@ def add_cpu_rank(
 def _host_points(
     events: Events, works: Works, waits: Waits, thread: int, steps: list[tuple[int, int, int]]
 ) -> IntArray:
-    """Moments at which the main thread is cut: operators, issues, waits and step boundaries."""
+    """Moments at which the main thread is cut: operators, issues, waits, fetches of batches and step boundaries."""
     ops = events.in_cats(*OP_CATS) & (events.lane == thread) & (events.ts_ns != TIME_UNKNOWN)
     ops[works.row] = False
     rows = outermost(events, np.flatnonzero(ops))
     bounds = [time for _, start, end in steps for time in (start, end)]
+    fetch = loader_spans(events)
     parts = (
         events.ts_ns[rows],
         events.end_ns[rows],
@@ -69,6 +70,8 @@ def _host_points(
         waits.from_ns,
         waits.to_ns,
         np.array(bounds, np.int64),
+        fetch.start_ns[fetch.lane == thread],
+        fetch.end_ns[fetch.lane == thread],
     )
     return np.unique(np.concatenate(parts))
 
@@ -132,6 +135,7 @@ def _add_main(
     chain = _chain(points, waits)
     count, waiting = len(chain.at), chain.waiting
     row = _operators(events, thread, chain.at)
+    row = np.where(row >= 0, row, loader_spans(events).at(np.full(count, thread, np.int32), chain.at))
     name = draft.name_codes(events.strings, np.where(row >= 0, events.name[np.maximum(row, 0)], -1))
     between = np.flatnonzero(row < 0)
     name[between] = gap_names(draft, events, np.full(len(between), thread, np.int32), chain.at[between])

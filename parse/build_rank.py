@@ -36,6 +36,7 @@ from scaletrace.parse.host import (
     chain_of_thread,
     find_calls,
     layers_at,
+    loader_spans,
     step_of,
     with_host_waits,
 )
@@ -62,32 +63,38 @@ def read_rank(job: Job, rank: RankInput, health: Health) -> RankParts:
 
 
 def _beside(job: Job, trace: RankTrace, calls: Calls) -> tuple[Calls, Beside]:
-    """What happens on other threads, and the calls with the moments at which the host hands over to them or waits."""
+    """What happens on other threads, and the calls with the moments at which the host hands over to them or waits.
+
+    Where the host begins and ends to fetch a batch it is cut as well, so that this time stands for itself.
+    """
     events = trace.events
     works = find_works(job, trace)
     thread = calling_thread(events, job, works) if len(works.row) else _main_thread(calls)
     ops = side_ops(events, np.concatenate((np.unique(calls.thread), works.lane)))
     waits = find_waits(events, works, thread) if len(works.row) else _no_waits()
     joins = find_joins(events, ops, thread, waits.to_ns)
-    if not len(works.row) and not len(joins):
-        none = np.zeros(0, np.int32)
-        return calls, Beside(works, waits, ops, joins, none, none, none)
+    marks = loader_spans(events)
+    cut = np.flatnonzero(marks.lane == thread)
     host = job.collectives.host_event[works.member]
     point = np.zeros(len(waits.to_ns), np.int64)
     point[waits.point] = works.row[waits.work]
-    start = np.concatenate((works.issue_ns, waits.from_ns, joins.from_ns))
-    end = np.concatenate((works.issue_ns, waits.to_ns, joins.to_ns))
-    issue, wait = len(works.row), len(works.row) + len(waits.to_ns)
+    # what starts a stretch stands before the waits in it, in case both start at once
+    row = (np.where(host >= 0, host, works.row), marks.row[cut], point, ops.row[joins.op], marks.row[cut])
+    start = (works.issue_ns, marks.start_ns[cut], waits.from_ns, joins.from_ns, marks.end_ns[cut])
+    end = (works.issue_ns, marks.start_ns[cut], waits.to_ns, joins.to_ns, marks.end_ns[cut])
+    meaning = (Call.ISSUE, Call.ISSUE, Call.HOST_WAIT, Call.HOST_WAIT, Call.ISSUE)
+    count = [len(part) for part in row]
     extra = Calls(
-        np.concatenate((np.where(host >= 0, host, works.row), point, ops.row[joins.op])).astype(np.int32),
-        np.full(len(start), thread, np.int32),
-        np.where(np.arange(len(start)) < issue, int(Call.ISSUE), int(Call.HOST_WAIT)).astype(np.uint8),
-        np.full(len(start), chain_of_thread(calls, thread), np.int32),
-        start,
-        end,
+        np.concatenate(row).astype(np.int32),
+        np.full(sum(count), thread, np.int32),
+        np.repeat(np.array([int(one) for one in meaning], np.uint8), count),
+        np.full(sum(count), chain_of_thread(calls, thread), np.int32),
+        np.concatenate(start),
+        np.concatenate(end),
     )
     merged, place = with_host_waits(calls, extra)
-    return merged, Beside(works, waits, ops, joins, place[:issue], place[issue:wait], place[wait:])
+    issue, _, wait, join, _ = np.split(place, np.cumsum(count)[:-1])
+    return merged, Beside(works, waits, ops, joins, issue, wait, join)
 
 
 def _main_thread(calls: Calls) -> int:

@@ -69,6 +69,17 @@ def test_waiting_for_the_loader_is_a_kind_of_its_own(fetched: Built) -> None:
     assert critical_path(timeline).loader_ns() >= 100_000
 
 
+def test_fetching_by_the_main_thread_itself_is_cut_out(tmp_path: Path) -> None:
+    """A loader without workers: of 1,000 us between two launches 300 are its, to the nanosecond."""
+    events = [call("cudaLaunchKernel", 0, 4, 1), kernel("gemm", 6, 5, 1), op(FETCH, 200, 300, cat="user_annotation")]
+    events += [call("cudaLaunchKernel", 1004, 4, 2), kernel("gemm", 1010, 5, 2)]
+    built = built_of(tmp_path, events)
+    (part,) = breakdown(replay(built.graph))
+
+    assert 300_000 == part.loader_ns
+    assert 1_000_000 == int(built.graph.dur_ns[built.graph.nodes(NodeKind.HOST)].sum())
+
+
 def test_measured_times_come_back(fetched: Built) -> None:
     """Identity holds with the other threads in the graph."""
     assert fetched.measured.end_ns.max() == replay(fetched.graph).end_ns.max()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from scaletrace.extrapolate.described.jobs import Job, pipeline_job
 from scaletrace.extrapolate.described.lanes import solve_increasing
 from scaletrace.extrapolate.described.models import Model
 
-SHIFTS = (0.5, 0.8, 1.25, 2.0)
+LARGEST_LOSS = 1.1
+"""λ of 1 + μ would stop kernels altogether beside a collective."""
+
+SHIFTS = (0.5, 0.8, 1.25, 1.5)
 """Factors on λ, to see what hangs on it."""
 
 
@@ -68,7 +72,11 @@ def families(tables: Path) -> list[Family]:
     """All families of the calibrated tables with at least two runs."""
     points = read_table(tables, "scaling_points.csv")
     found = [*_mlperf(tables), *_internevo(points), *_mosaic(points), *_megascale(points), *_ptdp(points)]
-    return [family for family in found if len(family.rows) > 1]
+    return [
+        dataclasses.replace(family, job_of=lru_cache(maxsize=128)(family.job_of))
+        for family in found
+        if len(family.rows) > 1
+    ]
 
 
 Rows = list[dict[str, str]]
@@ -191,17 +199,20 @@ def by_fitted_row(found: Sequence[Family]) -> str:
 
 
 def loss_from(family: Family, small: int, large: int) -> float | None:
-    """λ that makes the larger run follow from the smaller one; None where no λ ≥ 0 does."""
+    """λ that makes the larger run follow from the smaller one; None where none from 0 to LARGEST_LOSS does."""
     (config, step_s), (other, target_s) = family.rows[small], family.rows[large]
 
     def ratio(value: float) -> float:
+        if value > LARGEST_LOSS:
+            return 1.0 + value
         on = dataclasses.replace(family.on, overlap_loss=value)
         return family.step_s(other, family.unit(FitRow(config, step_s), on), on) / target_s
 
     try:
-        return solve_increasing(ratio, 1.0, guess=0.5, tolerance=1e-6)
+        found = solve_increasing(ratio, 1.0, guess=LARGEST_LOSS, tolerance=1e-4)
     except UsageError:
         return None
+    return found if found < LARGEST_LOSS else None
 
 
 def _median(values: Sequence[float]) -> str:

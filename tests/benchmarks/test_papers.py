@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
-from benchmarks.papers import erdil, fernandez
+from benchmarks.papers import erdil, fernandez, fernandez_page
+from benchmarks.papers.fernandez_claims import bus_GBps, claims
 from benchmarks.validation.papers import fernandez_result
 from benchmarks.validation.result import Verdict
 from scaletrace.extrapolate.described.constants import device
@@ -44,12 +49,41 @@ def test_a_fixed_batch_stops_scaling() -> None:
 
 
 def test_the_page_of_fernandez_states_its_headlines() -> None:
-    """Claims, sources and our figures stand in one table, and the plots are there."""
-    files = fernandez.page()
+    """Claims, sources, our figures and verdicts stand in one table, and every plot that the text shows is there."""
+    files = fernandez_page.page()
+    text = files["fernandez.md"]
 
-    assert {"fernandez.md", "fernandez-weak.svg", "fernandez-degrees.svg"} == set(files)
-    assert "| throughput a GPU -37.22 % from 128 to 2,048 H100 | stated in a summary |" in files["fernandez.md"]
+    assert "| throughput a GPU -37.22 % from 128 to 2,048 H100 | stated in a summary |" in text
+    assert set(re.findall(r"\((fernandez-[a-z]+\.svg)\)", text)) == set(files) - {"fernandez.md"}
     assert all(text.startswith("<svg") for name, text in files.items() if name.endswith(".svg"))
+
+
+def test_every_known_claim_stands_beside_what_the_model_says(shared_data: Path) -> None:
+    """Each entry of the public list of claims, verified or from memory, has at least one row with a verdict."""
+    known = json.loads((shared_data / "numbers" / "fernandez_claims.json").read_text(encoding="utf-8"))
+    entries = [entry["claim"] for entry in known["established"]] + known["from_memory_unverified"]
+    found = claims(MODEL, ON)
+
+    assert [] == [entry for entry in entries if not any(entry.startswith(claim.of) for claim in found)]
+    assert [] == [claim.of for claim in found if not any(entry.startswith(claim.of) for entry in entries)]
+    assert {claim.verdict.split()[0] for claim in found} <= {"reproduced", "direction", "not", "fitted", "covered"}
+
+
+def test_collectives_that_ring_lose_their_bandwidth_with_nodes_and_trees_keep_it() -> None:
+    """256 MiB from 4 to 128 nodes: AllGather falls below a quarter, AllReduce stays above 90 %."""
+    size = 2.0**28
+    gather, reduce = ([bus_GBps(ON, kind, size, nodes) for nodes in (4, 128)] for kind in ("all_gather", "all_reduce"))
+
+    assert gather[1] < 0.25 * gather[0]
+    assert reduce[1] > 0.9 * reduce[0]
+
+
+def test_models_that_do_not_fit_are_not_timed() -> None:
+    """70 B parameters need 32 H100 or more to train; 7 B fit on eight."""
+    large = load_model("llama2-70b")
+
+    assert [False, False, True] == [fernandez.fits(large, ON, gpus) for gpus in (8, 16, 32)]
+    assert fernandez.fits(MODEL, ON, 8)
 
 
 def test_closed_form_and_engine_agree_where_the_schedule_is_the_assumed_one() -> None:

@@ -5,6 +5,7 @@ python -P benchmarks/papers/fernandez.py
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -145,10 +146,14 @@ def without_attention(model: Model, on: Device, base_mfu: float) -> float:
 
 def main(argv: Sequence[str] = ()) -> None:
     from benchmarks.papers.fernandez_page import page
+    from scaletrace.cli.described import prices_of
 
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--price", default="", help="money per GPU-hour or a price table: adds the cost of tokens")
+    prices = prices_of(options.parse_args(argv).price)
     folder = ROOT / "docs" / "papers"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in page().items():
+    for name, text in page(prices).items():
         (folder / name).write_text(text, encoding="utf-8")
         sys.stdout.write(f"wrote {folder.relative_to(ROOT) / name}\n")
 

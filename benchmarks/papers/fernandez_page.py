@@ -8,6 +8,7 @@ from benchmarks.papers.fernandez_claims import bus_GBps, claims, percent, rows
 from benchmarks.validation.svg import plot
 from scaletrace.extrapolate.described.constants import Device, device
 from scaletrace.extrapolate.described.models import Model, load_model
+from scaletrace.extrapolate.energy import Prices, economy
 
 BASE = f.PUBLISHED_MFU
 MODELS = ("llama2-1b", "llama2-7b", "llama2-13b", "llama2-70b")
@@ -100,7 +101,7 @@ def _contexts(model: Model, on: Device) -> tuple[str, str]:
     return text, plot("Context length, FSDP, H100, modelled", "tokens of context", "MFU, %", curves, log_x=True)
 
 
-def _power(model: Model, on: Device) -> tuple[str, str]:
+def _power(model: Model, on: Device, prices: Prices | None) -> tuple[str, str]:
     lines = []
     curves: dict[str, list[tuple[float, float]]] = {"tokens/s": [], "power": [], "tokens a joule": []}
     base = f.weak(model, on, BASE, f.SCALES[0])
@@ -109,19 +110,21 @@ def _power(model: Model, on: Device) -> tuple[str, str]:
         point = f.weak(model, on, BASE, gpus)
         drawn = f.watts(on, point)
         now = (point.tokens_per_s, drawn, point.tokens_per_s / drawn)
-        lines.append(
-            [
-                gpus,
-                f"{now[0]:,.0f}",
-                f"{now[1]:.0f}",
-                f"{now[2]:.1f}",
-                f"{now[0] * gpus:,.0f}",
-                f"{drawn * gpus / 1e3:,.1f}",
-            ]
-        )
+        line = [
+            gpus,
+            f"{now[0]:,.0f}",
+            f"{now[1]:.0f}",
+            f"{now[2]:.1f}",
+            f"{now[0] * gpus:,.0f}",
+            f"{drawn * gpus / 1e3:,.1f}",
+        ]
+        if prices is not None:
+            line.append(f"{economy(now[0], drawn, on.name, prices).money_per_million_tokens:.3f}")
+        lines.append(line)
         for curve, value, first in zip(curves.values(), now, start, strict=True):
             curve.append((float(gpus), 100 * value / first))
     heads = ["GPUs", "tokens/s a GPU", "W a GPU", "tokens a joule", "tokens/s in all", "kW in all"]
+    heads += ["money a million tokens"] if prices is not None else []
     return table(heads, lines), plot(
         "Throughput, power and efficiency a GPU", "GPUs", "% of 8 GPUs", curves, log_x=True
     )
@@ -248,8 +251,8 @@ it matters.
 """
 
 
-def page() -> dict[str, str]:
-    """File name → text of the page and its plots."""
+def page(prices: Prices | None = None) -> dict[str, str]:
+    """File name → text of the page and its plots; with prices the cost of tokens too."""
     model, on = load_model("llama2-7b"), device("h100")
     parts = {
         "weak": _weak(model, on),
@@ -258,7 +261,7 @@ def page() -> dict[str, str]:
         "sizes": _sizes(on),
         "devices": _devices(model),
         "context": _contexts(model, on),
-        "power": _power(model, on),
+        "power": _power(model, on, prices),
         "collectives": _collectives(on),
     }
     made = ", ".join(f"{key} {value}" for key, value in environment().items())

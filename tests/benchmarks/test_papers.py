@@ -14,6 +14,7 @@ from benchmarks.validation.papers import fernandez_result
 from benchmarks.validation.result import Verdict
 from scaletrace.extrapolate.described.constants import device
 from scaletrace.extrapolate.described.models import load_model
+from scaletrace.extrapolate.energy import Prices
 from scaletrace.extrapolate.limits import H100, Training
 
 MODEL, ON = load_model("llama2-7b"), device("h100")
@@ -56,6 +57,16 @@ def test_the_page_of_fernandez_states_its_headlines() -> None:
     assert "| throughput a GPU -37.22 % from 128 to 2,048 H100 | stated in a summary |" in text
     assert set(re.findall(r"\((fernandez-[a-z]+\.svg)\)", text)) == set(files) - {"fernandez.md"}
     assert all(text.startswith("<svg") for name, text in files.items() if name.endswith(".svg"))
+
+
+def test_a_price_table_adds_the_cost_of_tokens() -> None:
+    """At 2.50 a GPU-hour the cost grows from 8 to 2,048 GPUs as throughput falls."""
+    text = fernandez_page.page(Prices.parse({"h100": 2.5}))["fernandez.md"]
+    lines = text.split("money a million tokens |")[1].splitlines()[2:11]
+    costs = [float(line.split("|")[-2]) for line in lines]
+
+    assert costs[0] == pytest.approx(2.5e6 / 3600 / 9198, abs=1e-3)
+    assert costs == sorted(costs)
 
 
 def test_every_known_claim_stands_beside_what_the_model_says(shared_data: Path) -> None:

@@ -11,6 +11,8 @@ from scaletrace.cli.common import MOST_GPUS, document, err, exit_codes, in_range
 from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from scaletrace.extrapolate.calibrate import Evidence
     from scaletrace.extrapolate.curve import ScalingCurve
     from scaletrace.extrapolate.energy import Prices
@@ -202,4 +204,37 @@ def _show(answer: dict[str, Any], output: Path) -> None:
     from scaletrace.view.terminal import curve_table
 
     out.print(curve_table(answer))
+    if any(point["tokens_per_J"] or point["money_per_million_tokens"] for point in answer["points"]):
+        out.print(_economy(answer))
+    for line in _beside(answer):
+        out.print(line, markup=False)
     out.print(f"written to {output}")
+
+
+def _economy(answer: dict[str, Any]) -> Table:
+    """Power, energy and money by size; a price has the user's own currency."""
+    from rich.table import Table
+
+    from scaletrace.view import units
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("GPUs", "W/GPU (modelled)", "tokens/J", "cost of a million tokens"):
+        table.add_column(name, justify="right")
+    for point in answer["points"]:
+        table.add_row(
+            units.number(point["gpus"]),
+            units.number(point["power_W_per_gpu"]),
+            units.number(point["tokens_per_J"]),
+            units.MISSING if (money := point["money_per_million_tokens"]) is None else f"{money:.3g}",
+        )
+    return table
+
+
+def _beside(answer: dict[str, Any]) -> list[str]:
+    """How well the model gives the measured step, and which sizes are missing."""
+    from scaletrace.view import units
+
+    seen = answer["measured"]
+    step, replayed = units.seconds(seen["step_time_s"]), units.seconds(seen["replayed_step_time_s"])
+    line = f"measured at {seen['gpus']}: {step} a step over {seen['steps']} steps; its replay gives {replayed}"
+    return [f"{line} ({seen['error']:+.2%})"] + [f"left out: {each['reason']}" for each in answer["left_out"]]

@@ -209,7 +209,7 @@ def prepare(
     moves = origin.network_moves(cluster)
     here = origin.cluster if moves else cluster
     ranks = max(built.job.world_size, len(real_ranks(built.graph)))
-    graph = with_groups(built.graph, ranks, health)
+    graph = cautions.unnamed(built.job, with_groups(built.graph, ranks, health), health)
     graph = replace(graph, instance=instance_of_hubs(graph))
     _, alone = _replayed(graph, here)
     more = list(more_evidence)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from scaletrace.extrapolate.calibrate import Evidence
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.costs import FAMILY
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
+from scaletrace.extrapolate.operators import BACKWARD
 from scaletrace.parse.graph import Graph
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
@@ -59,6 +61,37 @@ def data_axis(graph: Graph, health: Health) -> None:
             "The trace holds no collective of a data axis, so more data-parallel ranks cost nothing here; "
             "record the job with at least two of them to have gradients synchronised."
         )
+
+
+NO_BACKWARD = 0.6
+"""How certain it is that all-reduces of an unknown group are tensor parallel where nothing is trained."""
+
+
+def unnamed(job: Job, graph: Graph, health: Health) -> Graph:
+    """The graph with an axis for collectives of which no record names a group, and what it was taken for.
+
+    Gradients need a backward pass: where operators were recorded and none belongs to one, what is all-reduced again and
+    again are activations. Elsewhere the group stays without a name and counts as dp.
+    """
+    lost = [at for at, group in enumerate(graph.groups) if not group.axis and group.size > 1]
+    reduces = [item for item in graph.collectives if item.group in lost and item.kind in ("all_reduce", "custom")]
+    if not reduces:
+        return graph
+    ops = any(bool(trace.events.in_cats("cpu_op").any()) for trace in job.ranks)
+    trained = any(text.startswith(BACKWARD) for trace in job.ranks for text in trace.events.strings)
+    if not ops or trained or len(reduces) < 2 * max(1, max((len(trace.steps) for trace in job.ranks), default=1)):
+        health.note(
+            f"No record names the group of {len(reduces)} all-reduces: they are taken to join all {graph.groups[lost[0]].size} "
+            "ranks as dp. If they do not, name the groups with --axes."
+        )
+        return graph
+    health.note(
+        f"No record names the group of {len(reduces)} all-reduces, and no operator belongs to a backward pass: they are "
+        f"taken to be tensor parallel with {NO_BACKWARD:.0%} certainty. If they are not, name the groups with --axes."
+    )
+    health.guessed["all-reduces without a group taken to be tensor parallel, since nothing is trained"] += len(reduces)
+    named = tuple(replace(group, axis="tp") if at in lost else group for at, group in enumerate(graph.groups))
+    return replace(graph, groups=named)
 
 
 def axes(job: Job, graph: Graph, layout: Layout, health: Health) -> None:

@@ -30,6 +30,8 @@ from scaletrace.parse.job import Job
 from scaletrace.replay.timeline import Timeline
 
 KNEE_SHARE = 0.8
+LEAST_TOLD = 0.005
+"""A smaller share of compute is not worth a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,7 @@ def _retimed(found: Core) -> str:
         return ""
     sentence = f"Smaller micro batches at {found.gpus} GPUs: {done.retimed.by_shape:.0%} of the time that shrinks is "
     sentence += "re-timed by the models of shapes"
-    if not done.retimed.by_time:
+    if done.retimed.by_time < LEAST_TOLD:
         return sentence + "."
     names = told_by_time(done.graph, done.base.retiming, done.plain_ns)
     return f"{sentence}, {done.retimed.by_time:.0%} in proportion to time alone, for want of shapes ({names})."

@@ -312,7 +312,9 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
         provenance=_provenance(base, done, found.gpus, more),
         comm_error_s=max(comm_low, comm_high),
         tokens_per_s_per_gpu=rate,
-        mfu=flop * scale / total / base.cluster.device.bf16_flops if flop and total else None,
+        mfu=flop * scale / total / base.cluster.device.bf16_flops
+        if flop and total and base.rebuilt != "network"
+        else None,
         retimed={"by_shape": done.retimed.by_shape, "by_time": done.retimed.by_time} if done.retimed else {},
         unknown=unknown,
         **more,
@@ -328,7 +330,12 @@ def _beside(
     unknown["memory_bytes"] = reason
     device = base.cluster.device
     power = None
-    if device.power_W is None:
+    foreign = base.rebuilt == "network"
+    if foreign:
+        unknown["mfu"] = unknown["power_W_per_gpu"] = unknown["money_per_million_tokens"] = (
+            f"compute is that of {base.origin.name or base.origin.cluster.device.name}, not of {device.name}"
+        )
+    elif device.power_W is None:
         unknown["power_W_per_gpu"] = f"the power of {device.name} is not known; give power_W in a cluster's YAML"
     else:
         rate = _compute_rate(found)
@@ -338,7 +345,9 @@ def _beside(
         unknown["tokens_per_J"] = unknown["money_per_million_tokens"] = "tokens of a step are not known; give --tokens"
     elif power is None:
         unknown["tokens_per_J"] = unknown["power_W_per_gpu"]
-    if options.prices is None:
+    if foreign:
+        pass
+    elif options.prices is None:
         unknown["money_per_million_tokens"] = "no price was given; give --price"
     elif tokens_per_s is not None:
         money, reason = money_per_million_tokens(tokens_per_s, power, device.name, options.prices)
@@ -352,7 +361,7 @@ def _beside(
         "money_per_million_tokens": money,
         "bubble_fraction": bubble,
     }
-    return values, {name: text for name, text in unknown.items() if values[name] is None}
+    return values, {name: text for name, text in unknown.items() if values.get(name) is None}
 
 
 def _memory_layout(base: Base, found: Core) -> Layout:

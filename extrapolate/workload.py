@@ -6,6 +6,7 @@ prior, and says so. A part is one layer's forward, or the head's; backward is me
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,7 +17,7 @@ from scaletrace.extrapolate.anatomy import Anatomy, forward_ops
 from scaletrace.extrapolate.cluster import Device
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, ceilings_seen, seconds, shape_of
-from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.layers import Phase, Sections
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.signatures import sections_of
 from scaletrace.parse.build import Built
@@ -167,7 +168,8 @@ def infer_model(built: Built, anatomy: Anatomy, layout: Layout) -> tuple[Model, 
     """(model, layout with micro batch and length, bytes an element) from the operators' dimensions of a job."""
     if not anatomy.layers:
         raise InputError(f"no layers were found: {anatomy.why}; or name a model instead of a trace")
-    shapes = {unit: _unit_shapes(built, anatomy, unit) for unit in range(len(anatomy.units))}
+    sections = {trace.rank: sections_of(trace) for trace in built.job.ranks}
+    shapes = {unit: _unit_shapes(built, anatomy, unit, sections) for unit in range(len(anatomy.units))}
     layers = [unit for unit, is_layer in enumerate(anatomy.is_layer) if is_layer]
     products = [s for s in shapes[layers[0]] if s.work is Work.MATMUL and s.batch == 1]
     if not products:
@@ -201,10 +203,10 @@ def _vocabulary(shapes: dict[int, list[Shape]], anatomy: Anatomy, hidden: int) -
     return found[-1] if found else 0
 
 
-def _unit_shapes(built: Built, anatomy: Anatomy, unit: int) -> list[Shape]:
+def _unit_shapes(built: Built, anatomy: Anatomy, unit: int, found: Mapping[int, Sections]) -> list[Shape]:
     """Shapes of the forward operators of one unit in the first micro batch of the first rank that runs it."""
     for trace in built.job.ranks:
-        sections = sections_of(trace)
+        sections = found[trace.rank]
         name = anatomy.units[unit]
         if name not in sections.units:
             continue

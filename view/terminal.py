@@ -300,14 +300,23 @@ def curve_headline(doc: Document) -> str:
         return "This trace holds no collective of a data axis, so how the job scales can't be told from it."
     parts = []
     if units.is_number(doc.get("knee_gpus")):
-        parts.append(f"scaling bends at {units.number(doc['knee_gpus'])} GPUs")
+        parts.append(f"scaling bends {_where(doc.get('knee_range_gpus'), doc['knee_gpus'])} GPUs")
     if units.is_number(doc.get("comm_dominates_gpus")):
         parts.append(f"communication dominates from {units.number(doc['comm_dominates_gpus'])} GPUs")
     elif doc.get("points"):
-        parts.append("communication dominates at none of these sizes")
+        upto = doc.get("evaluated_to_gpus")
+        known = f"at no size up to {units.number(upto)} GPUs" if units.is_number(upto) else "at none of these sizes"
+        parts.append(f"communication dominates {known}")
     if doc.get("benchmark_next"):
         parts.append(f"worth measuring next: {', '.join(units.number(n) for n in doc['benchmark_next'])} GPUs")
     return "; ".join(parts).capitalize().replace("gpus", "GPUs") + "." if parts else "No point could be computed."
+
+
+def _where(span: Any, size: Any) -> str:
+    """Where in a range of sizes something happens: "between 16 and 32", or "at 32" where the range is that size."""
+    if isinstance(span, Sequence) and len(span) == 2 and all(units.is_number(n) for n in span) and span[0] != span[1]:
+        return f"between {units.number(span[0])} and {units.number(span[1])}"
+    return f"at {units.number(size)}"
 
 
 def _ideal(point: Document) -> str:

@@ -55,9 +55,41 @@ def test_the_table_names_sizes_and_what_was_guessed(samples: Path, tmp_path: Pat
     assert "256" in done.stdout and "guess" in done.stdout and "Scaling curve" in done.stdout
 
 
+def test_prices_and_tokens_give_energy_and_money(shared_data: Path, tmp_path: Path) -> None:
+    """A table of prices by device in YAML: watts, tokens a joule and the cost of a million tokens, with their columns."""
+    table = tmp_path / "prices.yaml"
+    table.write_text("gpu_hour: {V100 SXM2: 1.80}\nkwh: 0.10\n")
+    place = tmp_path / "curve.json"
+    job = shared_data / "traces" / "torchrec2_v100"
+    done = _inside(job, "--gpus", "2,16", "--tokens", "1000", "--price", table, "-o", place)
+    point = json.loads(place.read_text())["points"][-1]
+
+    assert 0 == done.exit_code, done.stderr
+    assert "cost of a million tokens" in done.stdout and "W/GPU (modelled)" in done.stdout
+    hours = 1.80 / 3600 / point["tokens_per_s_per_gpu"] + 0.10 / 3.6e6 / point["tokens_per_J"]
+    assert 1e6 * hours == pytest.approx(point["money_per_million_tokens"])
+    assert 0 < point["power_W_per_gpu"] <= 300 and "modelled" == point["provenance"]["power"]
+
+
+def test_strong_scaling_says_what_it_leaves_out(samples: Path, tmp_path: Path) -> None:
+    """Sizes that the batch does not divide over stand in the answer with their reason, and so does the measured step."""
+    place = tmp_path / "curve.json"
+    done = _inside(samples / "ddp_w4", "--gpus", "4,8,12", "--strong", "-o", place)
+    answer = json.loads(place.read_text())
+
+    assert 0 == done.exit_code, done.stderr
+    assert ([4, 8], [12]) == ([p["gpus"] for p in answer["points"]], [each["gpus"] for each in answer["left_out"]])
+    assert "left out: 12 GPUs" in done.stdout and "measured at 4" in done.stdout
+    assert abs(answer["measured"]["error"]) < 0.01
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
+        (["--price", "cheap"], 2, "neither a number nor"),
+        (["--price", "-1"], 2, "0 or more"),
+        (["--price", "nan"], 2, "0 or more"),
+        (["--price", "absent.yaml"], 1, "absent.yaml"),
         (["--gpus", "8,many"], 2, "'many'"),
         (["--cluster", "dgx_h1000"], 2, "no cluster 'dgx_h1000'"),
         (["--cluster", "missing.yaml"], 1, "missing.yaml"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.energy import PowerModel, Prices, economy
+from scaletrace.extrapolate.energy import PowerModel, Prices, economy, money_per_million_tokens
 
 
 def test_power_is_idle_plus_what_kernels_and_collectives_add() -> None:
@@ -49,3 +49,41 @@ def test_without_prices_there_is_no_cost_and_an_unknown_device_is_named() -> Non
     assert economy(1000, 500).money_per_million_tokens is None
     with pytest.raises(UsageError, match="no price for 'b200'; the price table has h100"):
         economy(1000, 500, "b200", Prices({"h100": 2.0}))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (2.5, Prices({"*": 2.5})),
+        ({"H100 SXM": 2.5, "B200 SXM": 4}, Prices({"H100 SXM": 2.5, "B200 SXM": 4.0})),
+        ({"gpu_hour": {"H100 SXM": 2.5}, "kwh": 0.1, "overhead": 1.3}, Prices({"H100 SXM": 2.5}, 0.1, 1.3)),
+        ({"H100 SXM": 2.5, "kwh": 0.1}, Prices({"H100 SXM": 2.5}, 0.1)),
+    ],
+)
+def test_prices_are_a_number_or_a_table(value: object, expected: Prices) -> None:
+    """One price for every device, or names of devices, with energy beside them if it is to be paid."""
+    assert expected == Prices.parse(value)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["much", None, -1, float("nan"), True, {}, {"kwh": 1}, {"H100": "2"}, {"gpu_hour": {"H100": 2}, "kWh": 1}]
+)
+def test_what_is_no_price_is_refused(wrong: object) -> None:
+    """The message names the table and the entry."""
+    with pytest.raises(UsageError, match=r"prices\.yaml"):
+        Prices.parse(wrong, "prices.yaml")
+
+
+def test_one_price_holds_for_any_device_and_names_in_any_case() -> None:
+    """A user needn't know how the catalog writes a name."""
+    assert 2.5 == Prices.parse(2.5).hour("H100 SXM") == Prices.parse({"h100 sxm": 2.5}).hour("H100 SXM")
+
+
+def test_energy_that_costs_needs_power() -> None:
+    """Without a known power the hours alone are no answer where the kWh has a price."""
+    paid, free = Prices({"*": 3.6}, kwh=0.1), Prices({"*": 3.6})
+
+    assert (None, "energy has a price, and the power of X is not known") == money_per_million_tokens(
+        10.0, None, "X", paid
+    )
+    assert (pytest.approx(100.0), "") == money_per_million_tokens(10.0, None, "X", free)

@@ -21,6 +21,8 @@ from scaletrace.parse.groups import (
 )
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Group
+from scaletrace.parse.load import load
+from tests.parse.jobs import Event, host, loaded, nccl, step
 
 CUT = ", ".join(str(8 * k) for k in range(29))
 
@@ -129,6 +131,10 @@ def use(functional: int = 0, wrappers: tuple[str, ...] = (), **kinds: int) -> Us
         ((0, 1), 8, use(all_reduce=5), "tp"),
         ((0, 1, 2, 3), 4, use(functional=5, all_reduce=5), "tp"),
         ((0, 4), 8, use(all_gather=4, reduce_scatter=4), "fsdp"),
+        ((0, 1), 2, Use(Counter(all_reduce=12), 0, {"DDP"}, passes=2, reduced=12, forward=8, alike=8), "tp"),
+        ((0, 1), 2, Use(Counter(all_reduce=12), 0, set(), passes=2, reduced=12, forward=0, alike=0), "dp"),
+        ((0, 1), 2, Use(Counter(all_reduce=12), 0, set(), passes=4, reduced=12, forward=4, alike=4), "dp"),
+        ((0, 1), 2, Use(Counter(all_reduce=12), 0, set(), passes=2, reduced=12, forward=8, alike=1), "dp"),
         ((0, 1, 2, 3), 4, use(), "world"),
         ((0, 1), 4, use(), ""),
     ],
@@ -177,3 +183,56 @@ def test_a_broken_yaml_file_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match=r"axes\.yaml"):
         override_axes([Group(0, "0", "", (0, 1))], path)
+
+
+FORWARD, BACKWARD = "aten::mm", "autograd::engine::evaluate_function: MmBackward0"
+
+
+def _rank(forward: list[int], backward: list[int], backward_op: str = BACKWARD) -> list[Event]:
+    """One step: all-reduces of so many elements in the forward pass, then in the backward pass."""
+    events, at = [step(0, 0, 1000)], 10
+    for elements, name in [*((e, FORWARD) for e in forward), *((e, backward_op) for e in backward)]:
+        events += [host(name, at, 5), *nccl("allreduce", at + 6, at + 15, at + 25, at, elements=elements)]
+        at += 40
+    return [*events, host(FORWARD if backward_op == FORWARD else backward_op, at, 5)]
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "backward_op", "axis"),
+    [
+        ([256] * 4, [256] * 4, BACKWARD, "tp"),
+        ([], [100, 200, 300], BACKWARD, "dp"),
+        ([1], [100, 200, 300], BACKWARD, "dp"),
+        ([64], [100, 200, 300], BACKWARD, "dp"),
+        ([256] * 4, [256] * 4, FORWARD, "tp"),
+    ],
+)
+def test_equal_all_reduces_before_the_backward_pass_are_tensor_parallel(
+    tmp_path: Path, forward: list[int], backward: list[int], backward_op: str, axis: str
+) -> None:
+    """Partial sums recur in the forward pass (of training, or of a trace that trains nothing); gradients do not, nor do
+    a loss or one buffer."""
+    job = loaded(tmp_path, {rank: _rank(forward, backward, backward_op) for rank in (0, 1)})
+
+    assert [axis] == [group.axis for group in job.groups if group.size == 2]
+    assert all(group.confidence < 1 for group in job.groups if group.size == 2)
+
+
+@pytest.mark.parametrize(
+    ("capture", "axis"),
+    [
+        ("gloo/tp_w2", "tp"),
+        ("gloo/tp_w4", "tp"),
+        ("gloo/ddp_w4", "dp"),
+        ("gloo/fsdp2_w4", "fsdp"),
+        ("gloo/pp_1f1b_w4", "pp"),
+        ("traces/megatron_tp2_v100", "tp"),
+        ("traces/nanogpt8_h100", "fsdp"),
+    ],
+)
+def test_public_jobs_are_taken_for_what_they_are(shared_data: Path, capture: str, axis: str) -> None:
+    """The axis that moves data in each of them, whether the trace names it or not."""
+    job = load(shared_data / capture)
+    used = set(job.collectives.group[job.collectives.group >= 0].tolist())
+
+    assert axis in {group.axis for group in job.groups if group.id in used and group.size > 1}

@@ -140,6 +140,9 @@ def test_curve_shows_band_knee_and_plot() -> None:
     text = printed(terminal.curve_table({"points": points, "knee_gpus": 64, "comm_dominates_gpus": None}))
 
     assert "Scaling bends at 64 GPUs; communication dominates at none of these sizes." in text
+    grid = {"points": points, "knee_gpus": 64, "knee_range_gpus": [32, 64], "evaluated_to_gpus": 131_072}
+    ranged = " ".join(printed(terminal.curve_table(grid)).split())
+    assert "Scaling bends between 32 and 64 GPUs; communication dominates at no size up to 131,072 GPUs." in ranged
     assert "±10 %" in text and "512 200 ms" in text
     assert "step time  ▁▂█  100 ms to 200 ms" in text
 

@@ -82,9 +82,11 @@ Where a choice was made with held-out rows on screen, so that those rows are no 
   and 1 with Korthikanti's 530B and 1T rows in view;
 - two details of InternEvo's ZeRO-1 (the owner of the embedding updates all of it; NCCL's extra step of a broadcast), looked for
   because one point missed its gate by a tenth of a percent;
-- messages by tensor, stages balanced by cost and the memory estimate behind nanotron's layouts (10 to 15 of 18 sizes);
+- messages by tensor, stages balanced by cost and the memory estimate behind nanotron's layouts (10 to 15 of 18 sizes); hiding
+  tensor-parallel messages behind products, as an option of nanotron does, was tried and left out (12 of 18);
 - counting attention in the MFU of Fernandez' headline, which moves it into its range (with 6N alone: -40.1 to -46.6 %);
-- the power model, whose fall is fitted to the very pair that it is compared with, so that row shows nothing independent.
+- the power model, whose fall is fitted to the very pair that it is compared with, so that row shows nothing independent; its one
+  independent test (watts of tensor-parallel runs, from memory) stands in [papers/fernandez.md](papers/fernandez.md).
 
 InternEvo's worst point, Mosaic on A100 and MegaScale within a batch size pass close to their bounds.
 Figure 2 is judged beyond the ±3 GB/s of the digitised plot and without one outlier; its raw worst point is 14.5 %.

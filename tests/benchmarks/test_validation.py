@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks import validate
-from benchmarks.validation import internevo, lumos, megascale, megatron_a100, mlperf, mosaic, nanotron, ptdp
+from benchmarks.validation import internevo, lumos, megascale, megatron_a100, mlperf, mosaic, nanotron, ptdp, robustness
 from benchmarks.validation.report import gate_table, page
 from benchmarks.validation.result import Gate, Result, Verdict, line, rank_correlation, worst
 from benchmarks.validation.rows import OUTCOMES, Config, FitRow, HeldOutRow, Scored, calibrate, read_table
@@ -210,6 +210,37 @@ def test_the_search_of_layouts_knows_its_memory(tables: Path) -> None:
     assert 0 < len(found) < 12
     assert all(tp * pp >= 8 for _, tp, pp in found)
     assert list(found.values()) == sorted(found.values())
+
+
+def test_any_run_of_a_family_can_be_the_fitted_one_and_is_never_scored(tables: Path) -> None:
+    """PTD-P: each choice predicts the others within 2 %, as many as there are but one."""
+    own = [family for family in robustness.families(tables) if family.source == "PTD-P"]
+
+    for family in own:
+        for fitted in range(len(family.rows)):
+            errors = family.errors(fitted)
+            assert len(family.rows) - 1 == len(errors)
+            assert 0.02 > max(map(abs, errors))
+
+
+def test_other_pairs_of_sizes_give_the_overlap_loss_of_h100_again(tables: Path) -> None:
+    """λ of MPT-7B from 128 to 256 GPUs, which fixed nothing, is within a tenth of the constant."""
+    family = next(one for one in robustness.families(tables) if one.label == "MPT-7b" and "H100" in one.source)
+    found = robustness.loss_from(family, 0, 1)
+
+    assert found is not None
+    assert found == pytest.approx(device("h100").overlap_loss, rel=0.1)
+
+
+def test_a_shifted_overlap_loss_makes_h100_worse(tables: Path) -> None:
+    """Half of λ doubles the worst error of Mosaic's H100 rows or more: the constant is not idle."""
+    own = [family for family in robustness.families(tables) if family.source == "Mosaic FSDP, H100"]
+    half = dataclasses.replace(device("h100"), overlap_loss=0.5 * device("h100").overlap_loss)
+    mean, shifted = (
+        sum(abs(error) for family in own for error in family.errors(0, on)) for on in (device("h100"), half)
+    )
+
+    assert shifted > 2 * mean
 
 
 def test_gates_print_as_one_table() -> None:

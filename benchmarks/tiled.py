@@ -9,7 +9,7 @@ import numpy as np
 from scaletrace.parse.events import Arg, Events
 from scaletrace.parse.job import Collectives, Job, RankTrace
 
-_ARGS = ("Concrete Inputs", "grid_size", "grid")
+_ARGS = ("Concrete Inputs", "grid_size", "grid", "block_size", "block", "registers per thread", "shared memory")
 
 
 def _tile_events(events: Events, times: int, period_ns: int) -> Events:

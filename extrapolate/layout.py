@@ -23,6 +23,8 @@ MESH = ("tp", "cp", "fsdp", "dp", "pp")
 RECOMPUTE = ("none", "selective", "full", "off")
 PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 """Bytes of an element, by the names that `grads` takes."""
+VOCABULARIES = ("whole", "gathered", "loss")
+"""What `vocab` takes: embedding and head whole on each tensor rank, or slices of them by vocabulary."""
 OPEN_SIZES = ("mbs", "microbatches", "seq", "layers", "hidden")
 """Sizes that a layout may leave as they were measured."""
 _ALIASES = {
@@ -39,6 +41,7 @@ _ALIASES = {
     "width": "hidden",
     "depth": "layers",
     "gradients": "grads",
+    "vocabulary": "vocab",
 }
 
 
@@ -65,6 +68,8 @@ class Layout:
                       where nothing was; "off" takes a measured one away
     zero              0 … 3: what plain dp ranks shard among them (1 optimizer, 2 gradients, 3 parameters)
     layers, hidden    depth and width of the model; 0 = as measured
+    vocab             how tensor ranks share embedding and head: "whole" on each, "gathered" (slices of the vocabulary,
+                      logits gathered) or "loss" (slices up to the loss); "" = as measured
     grads             precision in which gradients are reduced ("fp32", "bf16", "fp16", "fp8"); "" = as measured
     """
 
@@ -85,6 +90,7 @@ class Layout:
     layers: int = 0
     hidden: int = 0
     grads: str = ""
+    vocab: str = ""
 
     def __post_init__(self) -> None:
         wrong = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "chunks") if getattr(self, axis) < 1]
@@ -100,6 +106,10 @@ class Layout:
             raise UsageError(f"layout: recompute={self.recompute} must be one of {', '.join(RECOMPUTE)}")
         if self.grads and self.grads not in PRECISIONS:
             raise UsageError(f"layout: grads={self.grads} must be one of {', '.join(PRECISIONS)}")
+        if self.vocab and self.vocab not in VOCABULARIES:
+            raise UsageError(f"layout: vocab={self.vocab} must be one of {', '.join(VOCABULARIES)}")
+        if self.vocab in VOCABULARIES[1:] and self.tp == 1:
+            raise UsageError(f"layout: vocab={self.vocab} splits the vocabulary over tensor ranks, and tp is 1")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"layout: zero={self.zero} must be 0, 1, 2 or 3")
         if self.sp and self.tp == 1:
@@ -180,6 +190,7 @@ class Layout:
         """This layout with everything that it leaves open taken from `base`."""
         names = [name for name in (*OPEN_SIZES, "schedule", "grads") if not getattr(self, name)]
         names += ["recompute"] if self.recompute == "none" else []
+        names += ["vocab"] if not self.vocab and self.tp > 1 else []
         return replace(self, **{name: getattr(base, name) for name in names})
 
     def to_json(self) -> dict[str, int | str]:
@@ -198,7 +209,7 @@ class Layout:
 
 
 def _value(name: str, value: str, part: str) -> Any:
-    if name in ("schedule", "recompute", "grads"):
+    if name in ("schedule", "recompute", "grads", "vocab"):
         return value
     if name == "sp" and value.lower() in ("0", "1", "true", "false", "yes", "no"):
         return value.lower() in ("1", "true", "yes")

@@ -1,6 +1,6 @@
 """Turns a measured job's state into that of another layout, axis by axis in one stated order.
 
-width → depth → micro batch size → sequence length → context → tensor → experts → pipeline and micro batches → data axes
+width → depth → micro batch size → sequence length → context → tensor (and vocabulary) → experts → pipeline and micro batches → data axes
 → precision of gradients → recompute.
 Sizes come first, since the later steps cut what the earlier ones have sized; recompute comes last, since it repeats
 what all others have settled. Each step is one module of rewrite/ and can be used alone.
@@ -32,6 +32,7 @@ from scaletrace.extrapolate.rewrite.sequence import resize_sequence
 from scaletrace.extrapolate.rewrite.stages import pipeline
 from scaletrace.extrapolate.rewrite.state import State, open_state, recosted
 from scaletrace.extrapolate.rewrite.tp import tensor
+from scaletrace.extrapolate.rewrite.vocabulary import measured_vocabulary, vocabulary
 from scaletrace.extrapolate.steps import step_times_ns
 from scaletrace.parse.build import Built
 from scaletrace.parse.health import Health
@@ -110,8 +111,7 @@ def relayout(state: State, target: Layout) -> State:
         out = resize_sequence(out, target.seq)
     if target.cp != out.layout.cp:
         out = spread_context(out, target.cp)
-    if (target.tp, target.sp) != (out.layout.tp, out.layout.sp):
-        out = tensor(out, target.tp, target.sp)
+    out = _tensor(out, target)
     if target.ep != out.layout.ep:
         if out.layout.data_ranks * out.layout.cp % target.ep:
             out = _data(out, target)
@@ -123,6 +123,17 @@ def relayout(state: State, target: Layout) -> State:
     if target.recompute != out.layout.recompute:
         out = checkpointed(out, target.recompute)
     return replace(out, layout=target)
+
+
+def _tensor(state: State, target: Layout) -> State:
+    """Tensor degree, sequence parallelism and the split of the vocabulary, which is made anew where any of them changes."""
+    old = state.layout
+    seen = (old.vocab or measured_vocabulary(state)) if old.tp > 1 else ""
+    wanted = {"whole": "", "": seen if target.tp > 1 else ""}.get(target.vocab, target.vocab)
+    if (target.tp, target.sp, wanted) == (old.tp, old.sp, seen):
+        return state
+    whole = vocabulary(replace(state, layout=replace(old, vocab=seen)), "whole")
+    return vocabulary(tensor(whole, target.tp, target.sp), wanted)
 
 
 def _stages(state: State, target: Layout) -> State:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from scaletrace.parse.events import BoolArray
-from scaletrace.parse.graph import Graph, NodeKind, edges_by_destination
+from scaletrace.parse.graph import EdgeKind, Graph, NodeKind, edges_by_destination
 
 
 def keep_nodes(graph: Graph, keep: BoolArray) -> Graph:
@@ -32,6 +32,32 @@ def keep_nodes(graph: Graph, keep: BoolArray) -> Graph:
     return replace(
         graph, **columns, **optional, pred_ptr=ptr, pred=pred, lag_ns=lag, edge_kind=kind, edge_source=source
     )
+
+
+def spliced(graph: Graph, drop: BoolArray) -> Graph:
+    """The graph without some nodes, where what followed one on its thread or stream follows what came before it.
+
+    The time between the two is the gap that stood before the first node dropped.
+    """
+    into = graph.edge_dst
+    chain = np.isin(graph.edge_kind, [int(EdgeKind.PROGRAM), int(EdgeKind.STREAM)])
+    before: dict[int, list[tuple[int, int]]] = {}
+    rows: list[tuple[int, int, int, int, int]] = []
+    touched = chain & (drop[graph.pred] | drop[into]) & (graph.rank[graph.pred] == graph.rank[into])
+    for edge in np.flatnonzero(touched).tolist():
+        src, dst, lag = int(graph.pred[edge]), int(into[edge]), int(graph.lag_ns[edge])
+        sources = before.get(src, []) if drop[src] else [(src, lag)]
+        if drop[dst]:
+            before.setdefault(dst, []).extend(sources)
+            continue
+        rows += [(u, dst, gap, int(graph.edge_kind[edge]), int(graph.edge_source[edge])) for u, gap in sources]
+    kept = ~drop[graph.pred] & ~drop[into]
+    old = np.stack([graph.pred, into, graph.lag_ns, graph.edge_kind, graph.edge_source])[:, kept].astype(np.int64)
+    edges = np.concatenate([old, np.array(rows, np.int64).reshape(-1, 5).T], axis=1)
+    joined = edges_by_destination(len(graph), *edges)
+    ptr, pred, lag_ns, kind, source = joined
+    whole = replace(graph, pred_ptr=ptr, pred=pred, lag_ns=lag_ns, edge_kind=kind, edge_source=source)
+    return keep_nodes(whole, ~drop)
 
 
 def keep_ranks(graph: Graph, ranks: Iterable[int]) -> Graph:

@@ -12,27 +12,19 @@ from dataclasses import replace
 import numpy as np
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.kernels import Shape, Work
-from scaletrace.extrapolate.layers import Phase
-from scaletrace.extrapolate.layout import DATA_AXES
 from scaletrace.extrapolate.nodework import Mark, NodeWork, Role, Weight
-from scaletrace.extrapolate.rewrite.batch import without_nodes
-from scaletrace.extrapolate.rewrite.data import sharded_elements
-from scaletrace.extrapolate.rewrite.loom import Loom, reopen
+from scaletrace.extrapolate.rewrite.insertion import Place, followers, inserted, without_tensor_collectives
+from scaletrace.extrapolate.rewrite.parameters import with_weights
 from scaletrace.extrapolate.rewrite.state import (
     State,
-    axis_of_item,
     on_weights,
     passes,
-    recosted,
-    scaled_bytes,
     stretched,
     told,
-    whole_bytes,
 )
-from scaletrace.parse.events import BoolArray, Int32Array
-from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
+from scaletrace.parse.events import BoolArray
+from scaletrace.parse.graph import GraphGroup, NodeKind
 
 SPLIT = (Role.COLUMN, Role.ROW, Role.HEADS, Role.BETWEEN)
 
@@ -53,9 +45,9 @@ def tensor(state: State, degree: int, sequence_parallel: bool = False) -> State:
     out = _split_compute(state, share, tokens)
     out = _split_parameters(out, share, degree)
     if degree == 1:
-        out = _without_collectives(out)
+        out = without_tensor_collectives(out)
     elif layout.tp == 1 or sequence_parallel != layout.sp:
-        out = _with_collectives(_without_collectives(out), degree, sequence_parallel)
+        out = _with_collectives(without_tensor_collectives(out), degree, sequence_parallel)
     return _spread(replace(out, layout=replace(layout, tp=degree, sp=sequence_parallel)), layout.tp, degree)
 
 
@@ -101,28 +93,10 @@ def _on_whole_weights(state: State) -> BoolArray:
 
 
 def _split_parameters(state: State, share: float, degree: int) -> State:
-    """Weights, the optimizer's time and the data axes' bytes after the split."""
+    """Weights after the split, and groups that lie further apart."""
     weights = tuple(tuple(_divided(weight, share) for weight in unit) for unit in state.work.weights)
-    before = [sum(weight.elements for weight in unit) for unit in state.work.weights]
-    after = [sum(weight.elements for weight in unit) for unit in weights]
-    total = sum(after) / sum(before) if sum(before) else share
-    optimizer = (state.anatomy.phase == int(Phase.OPTIMIZER)) & (state.graph.instance < 0)
-    out = stretched(state, lambda shape, role: (None, total), optimizer)
-    groups = state.graph.groups
-    items = [
-        _data_item(item, groups, state.work.weights, weights, total)
-        if axis_of_item(item, groups) in (*DATA_AXES, "world", "")
-        else scaled_bytes(item, share)
-        if axis_of_item(item, groups) == "cp"  # heads are divided, and keys and values with them
-        else item
-        for item in state.graph.collectives
-    ]
-    grown = [_wider(group, share, degree) for group in groups]
-    parameters = np.array(
-        [old * (b / a) if a else old for old, a, b in zip(state.anatomy.parameters, before, after, strict=True)]
-    )
-    out = recosted(out, items, grown)
-    return replace(out, anatomy=replace(out.anatomy, parameters=parameters), work=replace(out.work, weights=weights))
+    groups = tuple(_wider(group, share, degree) for group in state.graph.groups)
+    return with_weights(state, weights, share, groups)
 
 
 def _divided(weight: Weight, share: float) -> Weight:
@@ -143,147 +117,31 @@ def _wider(group: GraphGroup, share: float, degree: int) -> GraphGroup:
     return replace(group, stride=max(1, round(group.stride / share)) if group.stride > 0 else group.stride)
 
 
-def _data_item(
-    item: GraphCollective,
-    groups: tuple[GraphGroup, ...],
-    old: tuple[tuple[Weight, ...], ...],
-    new: tuple[tuple[Weight, ...], ...],
-    total: float,
-) -> GraphCollective:
-    """Bytes of a collective of parameters: exactly those of the unit whose padded size it has, else by proportion."""
-    size = groups[item.group].size if item.group >= 0 else 1
-    whole = whole_bytes(item, size)
-    for was, now in zip(old, new, strict=True):
-        before = sharded_elements([weight.dims for weight in was], size)
-        if not before:
-            continue
-        for width in (4, 2, 1):
-            if before * width == whole:
-                moved = sharded_elements([weight.dims for weight in now], size) * width
-                if item.kind == "all_gather":
-                    return replace(item, bytes_in=moved // size, bytes_out=moved)
-                if item.kind == "reduce_scatter":
-                    return replace(item, bytes_in=moved, bytes_out=moved // size)
-                return replace(item, bytes_in=moved, bytes_out=moved)
-    return scaled_bytes(item, total)
-
-
-def _without_collectives(state: State) -> State:
-    """The state without the nodes of tensor collectives; host calls that issued them stay, as host work is kept."""
-    graph = state.graph
-    own = np.array([axis_of_item(item, graph.groups) == "tp" for item in graph.collectives] + [False], np.bool_)
-    drop = own[graph.instance]
-    hub = graph.kind == int(NodeKind.RENDEZVOUS)
-    fed = np.zeros(len(graph), np.bool_)
-    into = graph.edge_dst
-    fed[into[hub[into] & drop[graph.pred]]] = True
-    out = without_nodes(state, drop | (hub & fed))
-    return replace(out, graph=_pruned(out.graph))
-
-
-def _pruned(graph: Graph) -> Graph:
-    """The graph without collectives, groups, lanes and names that no node uses any more, as far as they come last."""
-    used = graph.instance[graph.instance >= 0]
-    collectives = graph.collectives[: int(used.max(initial=-1)) + 1]
-    groups = graph.groups
-    while groups and groups[-1].axis == "tp" and all(item.group != len(groups) - 1 for item in collectives):
-        groups = groups[:-1]
-    lanes = graph.lanes[: int(graph.lane.max(initial=-1)) + 1]
-    names = graph.names[: int(graph.name.max(initial=-1)) + 1]
-    return replace(graph, collectives=collectives, groups=groups, lanes=lanes, names=names)
-
-
 def _with_collectives(state: State, degree: int, sequence_parallel: bool) -> State:
     """Collectives at the marks of NodeWork, one member each, since the other tensor ranks do the same."""
-    loom = reopen(state.graph, state.anatomy.exact_ns, state.anatomy.entry)
-    index = next((at for at, group in enumerate(loom.groups) if group.axis == "tp"), len(loom.groups))
-    group = GraphGroup("tp", degree, 1, 1, "tp")
-    loom.groups[index:index] = [] if index < len(loom.groups) else [group]
-    loom.groups[index] = group
-    behind = _followers(state.graph)
+    behind = followers(state.graph)
     ahead = {after: before for before, after in behind.items()}
+    reduces = "reduce_scatter" if sequence_parallel else "all_reduce"
+    places: list[Place] = []
     for node in np.flatnonzero(state.work.mark).tolist():
         bits, shape = int(state.work.mark[node]), state.work.shape[node]
         if shape is None:
             continue
         if bits & Mark.AFTER_ROW:
-            kind = "reduce_scatter" if sequence_parallel else "all_reduce"
-            _add(loom, state, node, behind.get(node), kind, index, _moved_bytes(shape, shape.columns))
+            places.append(Place(node, behind.get(node), reduces, _moved_bytes(shape, shape.columns)))
         if bits & Mark.AFTER_COLUMN_BACKWARD:
-            kind = "reduce_scatter" if sequence_parallel else "all_reduce"
-            _add(loom, state, node, behind.get(node), kind, index, _moved_bytes(shape, shape.depth))
+            places.append(Place(node, behind.get(node), reduces, _moved_bytes(shape, shape.depth)))
         if sequence_parallel and bits & Mark.BEFORE_COLUMN:
-            _add(loom, state, ahead.get(node), node, "all_gather", index, _moved_bytes(shape, shape.depth))
+            places.append(Place(ahead.get(node), node, "all_gather", _moved_bytes(shape, shape.depth)))
         if sequence_parallel and bits & Mark.BEFORE_ROW_BACKWARD:
-            _add(loom, state, ahead.get(node), node, "all_gather", index, _moved_bytes(shape, shape.columns))
-    added = len(loom.collectives) - len(state.graph.collectives)
-    if not added:
+            places.append(Place(ahead.get(node), node, "all_gather", _moved_bytes(shape, shape.columns)))
+    if not places:
         return told(state, "No place for tensor collectives was found, so their cost is missing.")
-    woven = loom.finish()
-    origin = woven.origin
-    anatomy = replace(state.anatomy.moved(origin), exact_ns=woven.exact_ns, entry=woven.entry)
-    out = replace(
-        state,
-        graph=replace(woven.graph, multiplicity=state.graph.multiplicity),
-        anatomy=_placed(anatomy, woven.graph, origin),
-        work=state.work.moved(origin),
-    )
-    return told(out, f"{added} tensor collectives were inserted; their times are the cost model's.")
-
-
-def _placed(anatomy: Anatomy, graph: Graph, origin: Int32Array) -> Anatomy:
-    """Inserted nodes belong to the phase, unit and micro batch of what they stand behind."""
-    phase, unit, batch = anatomy.phase.copy(), anatomy.unit.copy(), anatomy.micro_batch.copy()
-    for node in np.flatnonzero(origin < 0).tolist():
-        before = graph.pred[graph.pred_ptr[node] : graph.pred_ptr[node + 1]]
-        if len(before):
-            for column in (phase, unit, batch):
-                column[node] = column[before[0]]
-    return replace(anatomy, phase=phase, unit=unit, micro_batch=batch)
+    return inserted(state, degree, places)
 
 
 def _moved_bytes(shape: Shape, width: float) -> int:
     return round(shape.rows * width * shape.element_bytes)
-
-
-def _followers(graph: Graph) -> dict[int, int]:
-    """The next node on the same thread or stream."""
-    dst = graph.edge_dst
-    ordered = np.isin(graph.edge_kind, [int(EdgeKind.PROGRAM), int(EdgeKind.STREAM)])
-    ordered &= graph.rank[graph.pred] == graph.rank[dst]
-    same = ordered & (graph.lane[graph.pred] == graph.lane[dst])
-    out = dict(zip(graph.pred[ordered].tolist(), dst[ordered].tolist(), strict=True))
-    out.update(zip(graph.pred[same].tolist(), dst[same].tolist(), strict=True))
-    return out
-
-
-def _add(loom: Loom, state: State, after: int | None, before: int | None, kind: str, group: int, whole: int) -> None:
-    """One collective behind `after`, for which `before` waits."""
-    node = after if after is not None else before
-    if node is None:
-        return
-    degree, rank = loom.groups[group].size, int(state.graph.rank[node])
-    gathers, scatters = kind == "all_gather", kind == "reduce_scatter"
-    instance = len(loom.collectives)
-    loom.collectives.append(
-        GraphCollective(kind, group, whole // degree if gathers else whole, whole // degree if scatters else whole)
-    )
-    columns = {
-        "rank": rank,
-        "lane": loom.lane(rank, "tensor parallel", True),
-        "name": loom.name(f"tp {kind}"),
-        "instance": instance,
-        "step": int(state.graph.step[node]),
-        "key": node,
-    }
-    seconds = state.network.seconds(kind, whole, degree, 1)
-    arrive = loom.node(NodeKind.ARRIVE, **columns)
-    transfer = loom.node(NodeKind.TRANSFER, dur_ns=round(seconds * 1e9), **columns)
-    if after is not None:
-        loom.edge(after, arrive, EdgeKind.EVENT_WAIT)
-    loom.edge(arrive, transfer, EdgeKind.STREAM)
-    if before is not None:
-        loom.edge(transfer, before, EdgeKind.EVENT_WAIT)
 
 
 def _spread(state: State, old: int, new: int) -> State:

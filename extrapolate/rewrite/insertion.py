@@ -1,0 +1,174 @@
+"""Turns a state into one with collectives of the tensor axis put between its nodes, or with all of them taken out.
+
+What is taken out takes along the host work that only it needed: the calls that issued it, the waits for it, and the
+wrappers of DTensor around them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from scaletrace.extrapolate.anatomy import Anatomy
+from scaletrace.extrapolate.rewrite.loom import Loom, reopen
+from scaletrace.extrapolate.rewrite.select import spliced
+from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told
+from scaletrace.parse.events import BoolArray, Int32Array
+from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
+
+_CALL = re.compile(r"^(c10d|_c10d_functional)::")
+_WRAPPER = re.compile(r"(^|: )_?(ToTorchTensor|FromTorchTensor|Redistribute|NestedRedistribute)(Backward)?$")
+LANE = "tensor parallel"
+
+
+class Place(NamedTuple):
+    """Where a collective goes: behind one node, ahead of another (either may be absent), with the whole vector's bytes."""
+
+    after: int | None
+    before: int | None
+    kind: str
+    whole_bytes: int
+
+
+def inserted(state: State, degree: int, places: Sequence[Place]) -> State:
+    """One collective over `degree` tensor ranks at each place, costed on the state's network."""
+    loom = reopen(state.graph, state.anatomy.exact_ns, state.anatomy.entry)
+    index = next((at for at, group in enumerate(loom.groups) if group.axis == "tp"), len(loom.groups))
+    loom.groups[index : index + 1] = [GraphGroup("tp", degree, 1, 1, "tp")]
+    previous, moved = Place(None, None, "", 0), -1
+    for place in places:
+        # Several at one place follow each other.
+        same = (place.after, place.before) == (previous.after, previous.before)
+        previous, moved = place, _add(loom, state, place, index, moved if same else -1)
+    woven = loom.finish()
+    origin = woven.origin
+    anatomy = replace(state.anatomy.moved(origin), exact_ns=woven.exact_ns, entry=woven.entry)
+    out = replace(
+        state,
+        graph=replace(woven.graph, multiplicity=state.graph.multiplicity),
+        anatomy=_placed(anatomy, woven.graph, origin),
+        work=state.work.moved(origin),
+    )
+    return told(out, f"{len(places)} tensor collectives were inserted; their times are the cost model's.")
+
+
+def _placed(anatomy: Anatomy, graph: Graph, origin: Int32Array) -> Anatomy:
+    """Inserted nodes belong to the phase, unit and micro batch of what they stand behind."""
+    phase, unit, batch = anatomy.phase.copy(), anatomy.unit.copy(), anatomy.micro_batch.copy()
+    for node in np.flatnonzero(origin < 0).tolist():
+        before = graph.pred[graph.pred_ptr[node] : graph.pred_ptr[node + 1]]
+        if len(before):
+            for column in (phase, unit, batch):
+                column[node] = column[before[0]]
+    return replace(anatomy, phase=phase, unit=unit, micro_batch=batch)
+
+
+def followers(graph: Graph) -> dict[int, int]:
+    """The next node on the same thread or stream."""
+    dst = graph.edge_dst
+    ordered = np.isin(graph.edge_kind, [int(EdgeKind.PROGRAM), int(EdgeKind.STREAM)])
+    ordered &= graph.rank[graph.pred] == graph.rank[dst]
+    same = ordered & (graph.lane[graph.pred] == graph.lane[dst])
+    out = dict(zip(graph.pred[ordered].tolist(), dst[ordered].tolist(), strict=True))
+    out.update(zip(graph.pred[same].tolist(), dst[same].tolist(), strict=True))
+    return out
+
+
+def _add(loom: Loom, state: State, place: Place, group: int, ahead: int) -> int:
+    """One collective behind `place.after` (and the transfer `ahead`), for which `place.before` waits: its TRANSFER."""
+    after, before, kind, whole = place
+    node = after if after is not None else before
+    if node is None:
+        return -1
+    degree, rank = loom.groups[group].size, int(state.graph.rank[node])
+    gathers, scatters = kind == "all_gather", kind == "reduce_scatter"
+    instance = len(loom.collectives)
+    loom.collectives.append(
+        GraphCollective(kind, group, whole // degree if gathers else whole, whole // degree if scatters else whole)
+    )
+    columns = {
+        "rank": rank,
+        "lane": loom.lane(rank, LANE, True),
+        "name": loom.name(f"tp {kind}"),
+        "instance": instance,
+        "step": int(state.graph.step[node]),
+        "key": node,
+    }
+    seconds = state.network.seconds(kind, whole, degree, 1)
+    arrive = loom.node(NodeKind.ARRIVE, **columns)
+    transfer = loom.node(NodeKind.TRANSFER, dur_ns=round(seconds * 1e9), **columns)
+    if after is not None:
+        loom.edge(after, arrive, EdgeKind.EVENT_WAIT)
+    loom.edge(arrive, transfer, EdgeKind.STREAM)
+    if ahead >= 0:
+        loom.edge(ahead, arrive, EdgeKind.STREAM)
+    if before is not None:
+        loom.edge(transfer, before, EdgeKind.EVENT_WAIT)
+    return transfer
+
+
+def without_tensor_collectives(state: State, where: BoolArray | None = None) -> State:
+    """The state without the nodes of tensor collectives (`where` bool[n]: only of those nodes), their calls and waits."""
+    graph = state.graph
+    own = np.array([axis_of_item(item, graph.groups) == "tp" for item in graph.collectives] + [False], np.bool_)
+    drop = own[graph.instance] & (True if where is None else where)
+    if not drop.any():
+        return state
+    drop |= _orphans(graph, drop) | _calls(graph, drop, where is None)
+    keep = ~drop
+    origin = np.flatnonzero(keep).astype(np.int32)
+    anatomy = state.anatomy.moved(origin)
+    if state.anatomy.entry is not None:
+        anatomy = replace(anatomy, entry=state.anatomy.entry[origin])
+    out = spliced(graph, drop)
+    return replace(state, graph=_pruned(out), anatomy=anatomy, work=state.work.moved(origin))
+
+
+def _orphans(graph: Graph, drop: BoolArray) -> BoolArray:
+    """Hubs of collectives that go."""
+    hub = graph.kind == int(NodeKind.RENDEZVOUS)
+    fed = np.zeros(len(graph), np.bool_)
+    into = graph.edge_dst
+    fed[into[hub[into] & drop[graph.pred]]] = True
+    return np.asarray(hub & fed, np.bool_)
+
+
+def _calls(graph: Graph, drop: BoolArray, wrappers: bool) -> BoolArray:
+    """Host work that only served what goes: the calls and launches that issued it, the waits that awaited nothing else,
+    and (`wrappers`) DTensor's own."""
+    into = graph.edge_dst
+    host = np.isin(graph.kind, [int(NodeKind.HOST), int(NodeKind.LAUNCH)])
+    call = np.array([bool(_CALL.search(name)) for name in graph.names] + [False], np.bool_)[graph.name]
+    call |= graph.kind == int(NodeKind.LAUNCH)
+    issues = np.isin(graph.edge_kind, [int(EdgeKind.LAUNCH), int(EdgeKind.HAND_OVER)]) & drop[into]
+    out = np.zeros(len(graph), np.bool_)
+    out[graph.pred[issues & (host & call)[graph.pred]]] = True
+    waits = graph.kind == int(NodeKind.WAIT)
+    foreign = graph.edge_kind != int(EdgeKind.PROGRAM)
+    for goes in (True, False):
+        awaited = np.zeros(len(graph), np.bool_)
+        awaited[into[waits[into] & foreign & (drop[graph.pred] == goes)]] = True
+        out = out | (waits & awaited) if goes else out & ~(waits & awaited)
+    named = np.array([bool(_WRAPPER.search(name)) for name in graph.names] + [False], np.bool_)[graph.name]
+    waiting = np.array([name == "_c10d_functional::wait_tensor" for name in graph.names] + [False], np.bool_)[
+        graph.name
+    ]
+    if wrappers:
+        out |= host & (named | waiting) & (graph.kind == int(NodeKind.HOST))
+    return np.asarray(out, np.bool_)
+
+
+def _pruned(graph: Graph) -> Graph:
+    """The graph without collectives, groups, lanes and names that no node uses any more, as far as they come last."""
+    used = graph.instance[graph.instance >= 0]
+    collectives = graph.collectives[: int(used.max(initial=-1)) + 1]
+    groups = graph.groups
+    while groups and groups[-1].axis == "tp" and all(item.group != len(groups) - 1 for item in collectives):
+        groups = groups[:-1]
+    lanes = graph.lanes[: int(graph.lane.max(initial=-1)) + 1]
+    names = graph.names[: int(graph.name.max(initial=-1)) + 1]
+    return replace(graph, collectives=collectives, groups=groups, lanes=lanes, names=names)

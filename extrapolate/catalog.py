@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from scaletrace.errors import InputError, UsageError
 from scaletrace.extrapolate.cluster import Cluster, Device, Link, Tier
+from scaletrace.extrapolate.interference import prior
 
 
 def _no_truth(value: Any) -> Any:
@@ -65,7 +66,7 @@ class DeviceSpec(_Spec):
     measured_fp8_tflops: Positive | None = None
     sms: Count | None = None
     memory_efficiency: Share = 0.85
-    overlap_slowdown: NotNegative = 0.19
+    overlap_slowdown: NotNegative | None = None
 
     def build(self, name: str) -> Device:
         tera = {key: getattr(self, key) for key in self.model_fields_set if key.endswith("_tflops")}
@@ -75,12 +76,15 @@ class DeviceSpec(_Spec):
             memory_Bps=self.memory_GBps * 1e9,
             link_Bps=self.link_GBps * 1e9,
             **{key.removesuffix("tflops") + "flops": value and value * 1e12 for key, value in tera.items()},
-            **{
-                key: getattr(self, key)
-                for key in ("generation", "power_W", "sms", "memory_efficiency", "overlap_slowdown")
-            },
+            **{key: getattr(self, key) for key in ("generation", "power_W", "sms", "memory_efficiency")},
+            overlap_slowdown=prior(self.generation)[0] if self.overlap_slowdown is None else self.overlap_slowdown,
             sources=self.all_sources(),
         )
+
+    def all_sources(self) -> dict[str, str]:
+        """The source of every number, with that of the prior for overlap where the entry gives none."""
+        found = {"overlap_slowdown": prior(self.generation)[1]} if self.overlap_slowdown is None else {}
+        return _Spec.all_sources(self) | found
 
 
 class TierSpec(_Spec):
@@ -249,7 +253,13 @@ def entry(what: str, name: str) -> dict[str, Any]:
     }
     if what not in kinds:
         raise UsageError(f"the catalog has {', '.join(kinds)}, not {what!r}")
-    return _check(kinds[what], _find(what, name), f"{what}.yaml, {name}").model_dump(mode="json", exclude_unset=True)
+    spec = _check(kinds[what], _find(what, name), f"{what}.yaml, {name}")
+    found = spec.model_dump(mode="json", exclude_unset=True)
+    if isinstance(spec, DeviceSpec) and spec.overlap_slowdown is None:
+        kappa, source = prior(spec.generation)
+        found["overlap_slowdown"] = round(kappa, 3)
+        found["sources"] = {**found.get("sources", {}), "overlap_slowdown": source}
+    return found
 
 
 def load_device(name: str) -> Device:

@@ -28,8 +28,8 @@ class Link(Enum):
 class Device:
     """One accelerator. Rates are dense peaks a second; None = not known. `sources` says where each number is from.
 
-    overlap_slowdown is the prior for how much slower compute runs while a collective is resident (0.59 = 1.59 times
-    as long); it is used only where a trace can't tell.
+    overlap_slowdown is the prior for how much slower kernels run while a collective is resident (κ of interference.py;
+    0.5 = 1.5 times as long); it is used only where a trace can't tell.
     """
 
     name: str

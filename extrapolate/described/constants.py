@@ -10,12 +10,7 @@ nvlink_share 0.80   ring bus bandwidth over link rate: 235/300 (A100), 367/450 (
 nic_share 0.96      23.5/25, 48.5/50 GB/s (SimAI), 193.7/200 Gb/s (ib_write_bw).
 hbm_share 0.85      streaming share of HBM rate that element-wise kernels reach.
 spread 0.011        coefficient of variation over ranks of one kernel's time, 8 H100 ranks of one job, taken as static.
-overlap_loss λ      seconds of compute lost per second of a collective that hides wholly, at NCCL_CHANNELS channels; in
-                    proportion to the channels (SMs held) elsewhere.
-                    H100: MPT-1B under FSDP, 128 → 256 GPUs (MosaicML, 2 rows).
-                    A100: InternLM-7B, TP1, node-local ZeRO-1, 8 → 16 GPUs (InternEvo, 2 rows).
-collective_slowdown μ 0.19: the mean slowdown reported for overlapped work (2507.03114), used here for collectives.
-NCCL_CHANNELS 24    grid of the NCCL kernels in the public 8 × H100 trace.
+overlap_loss λ, collective_slowdown μ, NCCL_CHANNELS   what overlap costs: interference.py, which the whole tool shares.
 fp8_over_bf16 1.6   ratio of the rates that FP8 and bf16 GEMMs reach (1403/794.5 for large squares, less for real shapes).
 """
 
@@ -26,6 +21,13 @@ from dataclasses import dataclass, replace
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.catalog import load_device
 from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.interference import (
+    COLLECTIVE_SLOWDOWN,
+    NCCL_CHANNELS,
+    OVERLAP_LOSS,
+    kernel_slowdown,
+    overlap_loss,
+)
 from scaletrace.extrapolate.nccl import RING_PLATEAU, TREE_BANDWIDTH, US, Tuning
 
 _SIMPLE = 2
@@ -46,7 +48,6 @@ GRADIENT_PASS_BYTES_PER_PARAMETER = 4
 """One read and one write of bf16 gradients (norm and scale) or of FP8 weights: 2 × 2 B."""
 
 FP8_OVER_BF16 = 1.6
-NCCL_CHANNELS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Device:
     nvlink_share: float = 0.80
     nic_share: float = 0.96
     hbm_share: float = 0.85
-    collective_slowdown: float = 0.19
+    collective_slowdown: float = COLLECTIVE_SLOWDOWN
     spread: float = 0.011
     overlap_is_fitted: bool = True
     generation: str = ""
@@ -75,10 +76,9 @@ class Device:
     def kernel_slowdown(self, channels: int = NCCL_CHANNELS) -> float:
         """κ: a kernel beside a resident collective of `channels` channels takes 1 + κ times as long.
 
-        Solves λ = κ (1 + μ) / (1 + κ), the loss of a wholly hidden collective (lanes.py).
+        In proportion to the SMs held: λ of a collective with fewer channels is as much smaller.
         """
-        loss = self.overlap_loss * channels / NCCL_CHANNELS
-        return loss / (1 + self.collective_slowdown - loss)
+        return kernel_slowdown(self.overlap_loss * channels / NCCL_CHANNELS, self.collective_slowdown)
 
     def with_nics(self, node_Bps: float) -> Device:
         """The same device in a node whose NICs move `node_Bps` in total per direction."""
@@ -129,9 +129,6 @@ def costs_on(device: Device, *, flash: bool = True) -> KernelCosts:
     return replace(FLASH_H100 if flash else MEGATRON_A100, gemm_share=share)
 
 
-OVERLAP_LOSS = {"hopper": 0.603, "ampere": 0.217}
-"""λ by generation; for another generation the one of Ampere stands in (`overlap_is_fitted` says so)."""
-
 _HBM_SHARE = 0.85
 _CLUSTERS = {
     "h100": ("dgx_h100", "H100 SXM"),
@@ -165,7 +162,7 @@ def device_of(cluster: Cluster, name: str = "") -> Device:
         hbm_bytes=found.memory_bytes,
         nvlink_Bps=inner.bandwidth_Bps,
         nic_Bps=outer.bandwidth_Bps / outer.oversubscription,
-        overlap_loss=OVERLAP_LOSS.get(found.generation, OVERLAP_LOSS["ampere"]),
+        overlap_loss=overlap_loss(found.generation),
         power_W=found.power_W or 0.0,
         gpus_per_node=cluster.node_size,
         sm_count=found.sms or 132,

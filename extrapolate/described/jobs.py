@@ -17,7 +17,6 @@ from scaletrace.extrapolate.described.constants import (
     ADAM_BYTES_PER_PARAMETER,
     FP8_OVER_BF16,
     GRADIENT_PASS_BYTES_PER_PARAMETER,
-    NCCL_CHANNELS,
     Device,
     KernelCosts,
 )
@@ -29,6 +28,7 @@ from scaletrace.extrapolate.described.pipeline import Pipeline, pipeline_program
 from scaletrace.extrapolate.described.sharded_optimizer import OwnedStep, owned_program
 from scaletrace.extrapolate.described.spread import straggle
 from scaletrace.extrapolate.described.stages import layers_by_chunk, layers_by_cost
+from scaletrace.extrapolate.interference import NCCL_CHANNELS
 
 RECOMPUTE = ("none", "selective", "full")
 

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.described.collectives import GroupShape
-from scaletrace.extrapolate.described.constants import NCCL_CHANNELS, Device, KernelCosts
+from scaletrace.extrapolate.described.constants import Device, KernelCosts
 from scaletrace.extrapolate.described.models import Model
+from scaletrace.extrapolate.interference import NCCL_CHANNELS
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.rewrite import schedules
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program

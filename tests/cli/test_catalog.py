@@ -35,7 +35,7 @@ def test_one_entry_shows_value_and_source() -> None:
     done = run("devices", "H100 SXM")
 
     assert 0 == done.exit_code, done.stderr
-    assert "0.59" in done.stdout and "MosaicML" in done.stdout
+    assert "1.027" in done.stdout and "MosaicML" in done.stdout
 
 
 def test_names_alone_are_one_a_line() -> None:

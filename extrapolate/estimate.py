@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.costs import Calibration, collective_seconds
+from scaletrace.extrapolate.interference import loss_of
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.memory import Memory, StateBytes, rank_parameters
 from scaletrace.extrapolate.rewrite import schedules
@@ -201,7 +202,7 @@ def estimate(work: Workload, layout: Layout, network: Network, states: StateByte
     head = m * sum(work.ends_s(layout))
     busy = m * micro.total
     comm, ends = _data_s(work, layout, network, states)
-    kappa = network.cluster.device.overlap_slowdown
+    loss = loss_of(network.cluster.device.overlap_slowdown)
     # With a pipeline only the first and the last micro batch run beside the collectives of parameters and gradients.
     room = busy if layout.pp == 1 else 2 * micro.total
     hidden = min(comm - min(ends, comm), room)
@@ -215,7 +216,7 @@ def estimate(work: Workload, layout: Layout, network: Network, states: StateByte
         expert=m * micro.expert,
         bubble=_bubble_s(work, layout, micro, network),
         data_exposed=comm - hidden,
-        slowdown=kappa * hidden,
+        slowdown=loss * hidden,
         optimizer=work.optimizer_s(parameters / layout.shards),
     )
     samples = layout.mbs * m * layout.data_ranks

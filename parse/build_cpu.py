@@ -19,7 +19,7 @@ from scaletrace.parse.build_waits import Waits, Works, busiest_thread, find_wait
 from scaletrace.parse.build_works import OWN_WAIT_NS, RankWorks, add_works, issue_edges, wait_edges
 from scaletrace.parse.cats import OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
-from scaletrace.parse.graph import LOADER_WAIT, EdgeKind, EdgeSource, NodeKind
+from scaletrace.parse.graph import LOADER_WAIT, THREAD_WAIT, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import gap_names, layers_at, loader_spans, outermost, spans_of, step_of, thread_name
 from scaletrace.parse.job import Job, RankTrace
@@ -43,8 +43,8 @@ def add_cpu_rank(
     steps = [(s.number, s.start_ns, s.end_ns) for s in trace.steps]
     points = _host_points(events, works, both, thread, steps)
     first = draft.count
-    loading = np.concatenate((np.zeros(count, np.bool_), joins.loading))
-    host_ids, wait_ids = _add_main(draft, trace, points, both, loading, thread, steps, shift_ns)
+    names = ["wait for communication"] * count + [LOADER_WAIT if one else THREAD_WAIT for one in joins.loading.tolist()]
+    host_ids, wait_ids = _add_main(draft, trace, points, both, names, thread, steps, shift_ns)
     main = np.arange(first, draft.count, dtype=np.int32)
     arrive, transfer = add_works(draft, trace, works, steps, instance_of, shift_ns)
     issue_edges(draft, works, arrive, transfer, points, host_ids)
@@ -120,14 +120,15 @@ def _add_main(
     trace: RankTrace,
     points: IntArray,
     waits: Waits,
-    loading: BoolArray,
+    names: list[str],
     thread: int,
     steps: list[tuple[int, int, int]],
     shift_ns: int,
 ) -> tuple[Int32Array, Int32Array]:
     """Nodes between the points, in one chain; returns the node that ends at each point and the WAIT of each wait.
 
-    loading: which of the waits are for the data loader. The first point gets an ORIGIN, so that what is issued there need not wait for the stretch after it.
+    names: what each wait is called. The first point gets an ORIGIN, so that what is issued there need not wait for the
+    stretch after it.
     """
     events = trace.events
     if len(points) < 2:
@@ -144,9 +145,8 @@ def _add_main(
     order = np.argsort(np.concatenate((np.arange(count) * 2, waiting * 2 + 1)), kind="stable")
     wait_kind = np.full(len(waiting), int(NodeKind.WAIT))
     wait_name = np.full(len(waiting), draft.name("wait for communication"), np.int32)
-    fetching = np.isin(waiting, chain.of_wait[loading])
-    if fetching.any():
-        wait_name[fetching] = draft.name(LOADER_WAIT)
+    inside = np.flatnonzero(chain.of_wait >= 0)
+    wait_name[np.searchsorted(waiting, chain.of_wait[inside])] = [draft.name(names[at]) for at in inside.tolist()]
 
     def both(host: IntArray | Int32Array, wait: Any) -> npt.NDArray[Any]:
         return np.concatenate((host, np.broadcast_to(wait, (len(waiting),))))[order]

@@ -14,7 +14,7 @@ from scaletrace.parse.build_waits import Waits, Works
 from scaletrace.parse.build_works import OWN_WAIT_NS
 from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, Int32Array, IntArray
-from scaletrace.parse.graph import LOADER_WAIT, NO_RELEASE, EdgeKind, EdgeSource, NodeKind
+from scaletrace.parse.graph import LOADER_WAIT, NO_RELEASE, THREAD_WAIT, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.host import LAUNCHES, Call, Calls, gap_names, loader_spans, op_spans, thread_name
 from scaletrace.parse.job import RankTrace
 from scaletrace.parse.streams import Kernels
@@ -168,8 +168,15 @@ def _host_names(
     waiting = calls.meaning[order] == Call.HOST_WAIT
     if waiting.any():
         fetching = loader_spans(events).at(calls.thread[order], calls.start_ns[order]) >= 0
-        names[waiting, 1:] = draft.name("wait for communication")
-        names[waiting & fetching, 1:] = draft.name(LOADER_WAIT)
+        gloo = np.array([text.startswith("gloo:") for text in events.strings], np.bool_)
+        gloo_wait = gloo[events.name[calls.row[order]]]
+        for what, text in (
+            (gloo_wait, "wait for communication"),
+            (~gloo_wait & fetching, LOADER_WAIT),
+            (~gloo_wait & ~fetching, THREAD_WAIT),
+        ):
+            if (waiting & what).any():
+                names[waiting & what, 1:] = draft.name(text)
     return names, loader >= 0
 
 

@@ -25,6 +25,8 @@ BURST_NS = 100_000
 JOIN_LEAST_NS = 300_000
 JOIN_TAIL_NS = 200_000
 LOADER_TAIL_NS = 1_500_000
+TAIL_SHARE = 0.05
+"""Of a long wait: on a busy host whoever waits is woken, and gets the interpreter, milliseconds late."""
 PLACED = "operators of other threads, placed after what the main thread had just done"
 JOINED = "waits of the main thread for another thread, by the end of its operator"
 
@@ -76,7 +78,7 @@ def find_joins(events: Events, ops: SideOps, thread: int, taken_ns: IntArray) ->
     ends = ops.end_ns[by_end]
     last = np.searchsorted(ends, to + 1000, side="right") - 1
     end = ends[np.maximum(last, 0)]
-    tail = np.where(loading, LOADER_TAIL_NS, JOIN_TAIL_NS)
+    tail = np.maximum(np.where(loading, LOADER_TAIL_NS, JOIN_TAIL_NS), TAIL_SHARE * (to - at))
     fits = (idle | loading) & free & (last >= 0) & (to - at > JOIN_LEAST_NS) & (end > at) & (to - end <= tail)
     pick = np.flatnonzero(fits)
     return Joins(at[pick], to[pick], by_end[last[pick]].astype(np.int32), loading[pick])

@@ -38,8 +38,8 @@ BETWEEN = "between operators"
 """How the names of host stretches without an operator begin."""
 LOADER = "enumerate(DataLoader)"
 """How the annotation begins in which a thread fetches the next batch."""
-LOADER_WAIT = "wait for the data loader"
-"""Name of the node in which a thread waits for another one to prepare the batch."""
+LOADER_WAIT, THREAD_WAIT = "wait for the data loader", "wait for another thread"
+"""Names of the nodes in which a thread waits for another one to prepare the batch, or to end."""
 
 
 class NodeKind(IntEnum):

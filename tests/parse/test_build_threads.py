@@ -93,7 +93,24 @@ def test_main_thread_that_joins_another_waits_for_it(tmp_path: Path) -> None:
     faster = np.where(graph.name == graph.names.index("aten::sort"), 500_000, graph.dur_ns)
 
     assert 1 == built.health.guessed["waits of the main thread for another thread, by the end of its operator"]
+    assert ("aten::sort", "wait for another thread") in edges(built)
     assert replay(graph).makespan_ns - 1_500_000 == replay(graph, faster).makespan_ns
+
+
+def test_main_thread_of_a_busy_host_wakes_late(tmp_path: Path) -> None:
+    """After 100 ms of waiting it is woken 3 ms late and still waited for the thread; after 2 ms it would not have."""
+    found = {}
+    for waited in (100_000.0, 4_000.0):
+        events = [
+            op("aten::mm", 0, 100),
+            op("aten::mm", 110 + waited, 50),
+            op("aten::sort", 105, waited - 3_000, tid=500),
+        ]
+        (tmp_path / str(waited)).mkdir()
+        built = built_of(tmp_path / str(waited), events)
+        found[waited] = int((built.graph.edge_source == EdgeSource.THREAD).sum())
+
+    assert {100_000.0: 2, 4_000.0: 1} == found
 
 
 def test_thread_that_runs_beside_does_not_hold_the_main_one(tmp_path: Path) -> None:

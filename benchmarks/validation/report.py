@@ -70,7 +70,7 @@ _INTRODUCTION = """Every row below that is called a prediction was predicted wit
 Rows that may be fitted and rows that are predicted are two types (`FitRow`, `HeldOutRow` in `benchmarks/validation/rows.py`):
 a held-out row shows its configuration and gives up its measurement only together with a prediction.
 Constants that are not a run's own evidence are the same for all sources of a device and stand with their derivation in
-`extrapolate/described/constants.py`; structural facts of a job (channels, NICs, overlap, types, who owns which tensor) are
+`extrapolate/described/constants.py` and `extrapolate/interference.py` (what overlap costs); structural facts of a job (channels, NICs, overlap, types, who owns which tensor) are
 part of its description. The tables are public and are not copied here.
 The *forms* of the model (what slows what, which latency counts) were chosen with these tables in view, as was the rule that the
 cost of overlap is proportional to the channels held; the clean test is rows that nobody has seen. Splits into fitted and

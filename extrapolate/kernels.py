@@ -138,17 +138,20 @@ def work_seconds(shape: Shape, ceilings: Ceilings) -> float:
 
 
 def _compute_s(shape: Shape, ceilings: Ceilings) -> float:
+    """Waves of tiles. A product of few tiles and great depth is also cut along the depth, as libraries do (split-K,
+    stream-K): of all cuts that leave each tile enough to do, the one that fills the last wave best."""
     whole_s = shape.flop / ceilings.flops
     if ceilings.sms <= 1 or shape.rows < 1 or shape.columns < 1:
         return whole_s
     across = 1 if shape.work is Work.ATTENTION else ceil(shape.columns / TILE)
     tiles = shape.batch * ceil(shape.rows / TILE) * across
-    waves = ceil(tiles / ceilings.sms)
-    # Few tiles of a deep product are split along the depth, which keeps the multiprocessors busy.
-    if shape.work is Work.MATMUL and waves == 1 and shape.depth > 4 * TILE:
-        tiles *= min(ceilings.sms / tiles, shape.depth / (4 * TILE))
     padded = (ceil(shape.rows / TILE) * TILE / shape.rows) if shape.work is Work.MATMUL else 1.0
-    return whole_s * padded * max(1.0, waves * ceilings.sms / max(tiles, 1.0)) if waves <= 8 else whole_s
+    if tiles > 8 * ceilings.sms:
+        return whole_s
+    deepest = max(1, int(shape.depth // (4 * TILE))) if shape.work is Work.MATMUL else 1
+    cuts = {1, *(cut for cut in (2, 3, 4, 6, 8, 12, 16, 32, 64) if cut <= deepest)}
+    idle = min(ceil(tiles * cut / ceilings.sms) * ceilings.sms / (tiles * cut) for cut in cuts)
+    return whole_s * padded * max(1.0, idle)
 
 
 def ratio(old: Shape, new: Shape, ceilings: Ceilings, other: Ceilings | None = None) -> float:
@@ -158,21 +161,41 @@ def ratio(old: Shape, new: Shape, ceilings: Ceilings, other: Ceilings | None = N
     return seconds(new, other or ceilings) / seconds(old, ceilings)
 
 
-def anchored(measured_s: float, old: Shape, new: Shape, ceilings: Ceilings, other: Ceilings | None = None) -> float:
+def latency_s(measured_s: float, shape: Shape, ceilings: Ceilings) -> float:
+    """The part of a measured time that is neither launch and drain nor work, and that more or less work does not change.
+
+    A kernel that takes longer than its model is either slow at its work, which scales, or waits (for memory, for its own
+    steps one after the other), which does not. The less work there is beside launch and drain, the more it is the latter.
+    """
+    floor, work_s = ceilings.floor_s, work_seconds(shape, ceilings)
+    excess = measured_s - floor - work_s
+    return excess * floor / (floor + work_s) if excess > 0 and floor > 0 else 0.0
+
+
+def anchored(
+    measured_s: float,
+    old: Shape,
+    new: Shape,
+    ceilings: Ceilings,
+    other: Ceilings | None = None,
+    latent_s: float = 0.0,
+) -> float:
     """The measured time of `old` stretched to `new` (on the device `other`): floor + (measured - floor) · M' / M.
 
     The floor is taken off the measured time, not only off the model's, so that a kernel slower than its model still
-    follows its work. An unchanged shape keeps its time exactly, and stretching back gives it back.
+    follows its work; so is `latent_s` (latency_s). An unchanged shape keeps its time exactly, and stretching back gives
+    it back.
     """
     if old == new and other is None:
         return measured_s
     floor = min(ceilings.floor_s, measured_s)
-    after = floor
+    latent_s = min(latent_s, measured_s - floor)
+    after = floor + latent_s
     if other is not None and ceilings.floor_s > 0 and other.floor_s > 0:
-        after = floor * other.floor_s / ceilings.floor_s
+        after = floor * other.floor_s / ceilings.floor_s + latent_s
     before_s = work_seconds(old, ceilings)
     share = work_seconds(new, other or ceilings) / before_s if before_s > 0 else 1.0
-    return after + (measured_s - floor) * share
+    return after + (measured_s - floor - latent_s) * share
 
 
 def ratio_error(old: Shape, new: Shape) -> float:

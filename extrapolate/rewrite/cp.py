@@ -175,7 +175,10 @@ def _exchanged(state: State, degree: int, exchange: str, level: float, parts: in
     for each in found if split else ():
         if len(each.cores) == 1 and not _unfused(state, each.cores[0]):
             core = each.cores[0]
-            time, shape = shared(float(state.anatomy.exact_ns[core]), shapes[core], 1 / degree, state.ceilings)
+            time, shape = shared(
+                float(state.anatomy.exact_ns[core]), shapes[core], 1 / degree, state.ceilings,
+                float(state.work.held_ns[core]) if len(state.work.held_ns) else 0.0,
+            )  # fmt: skip
             state.anatomy.exact_ns[core], shapes[core] = time, shape
     state = replace(state, work=replace(state.work, shape=tuple(shapes))).with_durations()
     opened = Insertion(state, "cp", degree, state.layout.tp, level)

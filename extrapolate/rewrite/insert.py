@@ -158,7 +158,8 @@ def merged(state: State) -> State:
     count = np.bincount(np.array(list(cores.values())), minlength=len(exact)) + 1
     for core in set(cores.values()):
         shape = shapes[core]
-        exact[core], shapes[core] = shared(exact[core], shape, float(count[core]), state.ceilings)
+        held = float(state.work.held_ns[core]) if len(state.work.held_ns) else 0.0
+        exact[core], shapes[core] = shared(exact[core], shape, float(count[core]), state.ceilings, held)
     drop = np.zeros(len(exact), np.bool_)
     drop[list(cores)] = True
     whole_state = replace(
@@ -170,12 +171,14 @@ def merged(state: State) -> State:
     return replace(out, graph=pruned(out.graph))
 
 
-def shared(exact_ns: float, shape: Shape | None, share: float, ceilings: Ceilings) -> tuple[float, Shape | None]:
-    """(time, shape) of `share` of a node's work; launch and drain are paid by each part."""
+def shared(
+    exact_ns: float, shape: Shape | None, share: float, ceilings: Ceilings, held_ns: float = 0.0
+) -> tuple[float, Shape | None]:
+    """(time, shape) of `share` of a node's work; launch, drain and dispatch (held_ns) are paid by each part."""
     if shape is None:
-        return exact_ns * share, None
+        return held_ns + (exact_ns - held_ns) * share, None
     part = shape.scaled(batch=share)
-    return anchored(exact_ns * 1e-9, shape, part, ceilings) * 1e9, part
+    return held_ns + anchored((exact_ns - held_ns) * 1e-9, shape, part, ceilings) * 1e9, part
 
 
 def nodes_of_axis(state: State, axis: str) -> BoolArray:

@@ -33,6 +33,8 @@ def with_weights(
     items = [
         _data_item(item, old, state.work.weights, weights, total)
         if axis_of_item(item, old) in (*DATA_AXES, "world", "")
+        else scaled_bytes(item, share)
+        if axis_of_item(item, old) == "cp"  # keys and values of the heads that a rank keeps
         else item
         for item in state.graph.collectives
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +13,8 @@ from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.cluster import Cluster
+    from scaletrace.extrapolate.estimate import Fit
+    from scaletrace.extrapolate.layout import Layout
     from scaletrace.extrapolate.workload import Workload
     from scaletrace.parse.build import Built
 
@@ -27,6 +31,9 @@ def search(
     memory: Annotated[float, typer.Option(help="GB of one device that may be used; default: 95 % of it.")] = 0.0,
     layout: Annotated[str, typer.Option(help="Layout of the capture, where its groups do not tell.")] = "",
     best: Annotated[int, typer.Option(help="How many to show.")] = 10,
+    confirm: Annotated[
+        int, typer.Option(help="How many of the best to predict again by rewriting and replaying the capture's graph.")
+    ] = 3,
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the best layout alone.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
@@ -42,99 +49,128 @@ def search(
 
         in_range("--gpus", gpus, 1, 1_000_000)
         in_range("--best", best, 1, 1000)
+        in_range("--confirm", confirm, 0, 100)
         in_range("--batch", batch, 0, 1e7)
         in_range("--seq", seq, 0, 1e9)
         in_range("--memory", memory, 0, 1e6)
-        work, machine, per_gpu = _workload(path, cluster, layout)
-        limit = memory * 1e9 or 0.95 * machine.device.memory_bytes
-        space = Space(gpus, batch or max(1, round(per_gpu * gpus)), seq or work.model.seq, limit)
-        found = find(work, Network(machine), space, best=best)
+        job = _job(path, cluster, layout)
+        work = job.work
+        limit = memory * 1e9 or 0.95 * job.machine.device.memory_bytes
+        space = Space(
+            gpus,
+            batch or max(1, round(job.per_gpu * gpus)),
+            seq or work.model.seq,
+            limit,
+            micro_batches=job.micro_batches,
+        )
+        found = find(work, Network(job.machine), space, best=best, fit=job.fit)
         parts = found.to_json_parts()
-        source = {"cluster": machine.name, "model": work.model.name, "compute": work.provenance}
-        answer = document("scaletrace.search/1", path, work.health.to_json(), gpus=gpus, **source, **parts)
+        _confirm(job, parts, confirm)
+        source = {"cluster": job.machine.name, "model": work.model.name, "compute": work.provenance}
+        fitted = {name: getattr(job.fit, name) for name in job.fit.__slots__} if job.fit.measured_s else None
+        answer = document(
+            "scaletrace.search/1", path, work.health.to_json(), gpus=gpus, **source, fit=fitted,
+            memory_limit_bytes=limit, **parts,
+        )  # fmt: skip
         if json_:
             print_json(answer)
         elif quiet:
             out.print(str(found.best.layout))
         else:
-            _show(answer)
+            show(answer)
 
 
-def _workload(path: str, cluster: str, layout: str) -> tuple[Workload, Cluster, float]:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is searched from. per_gpu: samples a GPU takes in a step; built, measured: of a capture, None for a model.
+
+    micro_batches: samples of one micro batch to try
+    """
+
+    work: Workload
+    machine: Cluster
+    per_gpu: float
+    fit: Fit
+    built: Built | None = None
+    measured: Layout | None = None
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+
+
+def _job(path: str, cluster: str, layout: str) -> _Job:
     """The workload, the cluster and the samples a GPU of a step, from a model's name or a capture."""
-    from pathlib import Path
-
     from scaletrace.errors import UsageError
-    from scaletrace.extrapolate.base import guess_cluster
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.described.models import load_model, model_names
-    from scaletrace.extrapolate.workload import Workload, from_job
+    from scaletrace.extrapolate.estimate import PLAIN
+    from scaletrace.extrapolate.workload import Workload
 
     if path in model_names() or (path.endswith((".yaml", ".yml")) and Path(path).is_file()):
         if layout:
             raise UsageError("--layout says how a capture was laid out; a model has no measured layout")
         machine = Cluster.load(cluster or "dgx_h100")
-        return Workload.described(load_model(path), machine.device), machine, 2.0
+        return _Job(Workload.described(load_model(path), machine.device), machine, 2.0, PLAIN)
+    return _of_capture(path, cluster, layout)
+
+
+def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     from scaletrace.extrapolate.anatomy import dissect
+    from scaletrace.extrapolate.base import guess_cluster
+    from scaletrace.extrapolate.cluster import Cluster
+    from scaletrace.extrapolate.estimate import PLAIN, Network
+    from scaletrace.extrapolate.fit import fit_to, for_cluster, tell
     from scaletrace.extrapolate.layout import Layout, measured_layout
+    from scaletrace.extrapolate.workload import from_job
     from scaletrace.parse.build import build
 
     job = read_job(path)
     built = build(job)
     measured = Layout.parse(layout) if layout else measured_layout(built.graph, max(1, job.world_size))
-    machine = Cluster.load(cluster) if cluster else guess_cluster(job)
+    seen = guess_cluster(job)
+    machine = Cluster.load(cluster) if cluster else seen
     on_cpu = machine.device.generation == "cpu"
-    work = from_job(built, dissect(built, measured), measured, None if on_cpu else machine.device)
-    _refuse_misfit(work, guess_cluster(job), built, path)
+    anatomy = dissect(built, measured)
+    work = from_job(built, anatomy, measured, None if on_cpu else machine.device)
+    same = machine.name == seen.name
+    fit = for_cluster(fit_to(work, built, Network(seen), anatomy), same)
+    tell(fit, work.health, same)
     anchor = work.anchor
     samples = anchor.layout.mbs * max(1, anchor.layout.microbatches) if anchor else 1
-    return work, machine, samples * measured.data_ranks / measured.ranks
+    mbs = anchor.layout.mbs if anchor else 1
+    tried = tuple(sorted({1, 2, 4, 8, mbs}))
+    per_gpu = samples * measured.data_ranks / measured.ranks
+    return _Job(work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried)
 
 
-FIT = 2.0
-"""A model whose step is further off the measured one than by this factor does not describe the job."""
+def _confirm(job: _Job, parts: dict[str, Any], most: int) -> None:
+    """Put beside the best estimates the step of the capture's own graph, rewritten for their layout and replayed."""
+    from scaletrace.errors import ScaletraceError
+    from scaletrace.extrapolate.layout import Layout
+    from scaletrace.extrapolate.relayout import predict
 
-
-def _refuse_misfit(work: Workload, machine: Cluster, built: Built, path: str) -> None:
-    """Raise InputError where the model found in a capture does not take about as long as the capture's own steps."""
-    from scaletrace.errors import InputError
-    from scaletrace.extrapolate.estimate import Network, estimate
-    from scaletrace.replay.accuracy import step_errors
-    from scaletrace.replay.engine import replay
-
-    steps = [step.measured_ns for step in step_errors(built.graph, built.measured, replay(built.graph))]
-    if work.anchor is None or not steps:
-        return
-    measured_s = sorted(steps)[len(steps) // 2] / 1e9
-    modelled_s = estimate(work, work.anchor.layout, Network(machine)).step_s
-    if not measured_s / FIT <= modelled_s <= measured_s * FIT:
-        raise InputError(
-            f"{path}: as a transformer this job would take {modelled_s:.3g} s a step, but it took {measured_s:.3g} s, "
-            "so a search from it would mislead; name a model instead (scaletrace catalog models)"
-        )
-
-
-def _show(answer: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{answer['gpus']} GPUs, {answer['model']} on {answer['cluster']}: compute {answer['compute']}")
-    table.add_column("layout", style="bold", overflow="fold", ratio=3)
-    for name in ("step", "bubble", "memory"):
-        table.add_column(name, justify="right")
-    table.add_column("why it loses", ratio=2)
-    rows = [{**answer["best"], "behind": 0.0, "reasons": ["best"]}, *answer["next"]]
+    rows = [parts["best"], *parts["next"]]
     for row in rows:
-        text = ",".join(f"{name}={value}" for name, value in row["layout"].items()) or "dp=1"
-        behind = f" (+{row['behind']:.1%})" if row["behind"] else ""
-        table.add_row(
-            text,
-            f"{row['step_time_s']:.3f} s{behind}",
-            f"{row['bubble_fraction']:.1%}",
-            f"{row['memory_bytes'] / 1e9:.0f} GB",
-            "; ".join(row["reasons"]),
-        )
-    out.print(table)
-    lost = ", ".join(f"{count} {reason}" for reason, count in answer["discarded"].items())
-    out.print(f"{answer['candidates']} candidates, {answer['evaluated']} costed; {lost}")
-    for note in answer["health"]["notes"]:
-        out.print(f"note: {note}")
+        row["rewritten_step_time_s"] = row["why_not_rewritten"] = None
+    if job.built is None:
+        return
+    for row in rows[:most]:
+        try:
+            made = predict(job.built, Layout(**row["layout"]), job.machine, job.measured)
+            row["rewritten_step_time_s"] = made.step_s
+        except ScaletraceError as error:
+            row["why_not_rewritten"] = str(error)
+    known = [row for row in rows if row["rewritten_step_time_s"] is not None]
+    if len(known) > 1:
+        first = min(known, key=lambda row: row["rewritten_step_time_s"])
+        if first is not rows[0]:
+            text = ",".join(f"{name}={value}" for name, value in first["layout"].items())
+            job.work.health.note(
+                f"Of the layouts rewritten and replayed {text} is the fastest, not the estimate's best."
+            )
+
+
+def show(answer: dict[str, Any]) -> None:
+    """The answer as tables of at most 80 columns."""
+    from scaletrace.view.layouts import search_tables
+
+    for part in search_tables(answer):
+        out.print(part)

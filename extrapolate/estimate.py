@@ -30,6 +30,7 @@ class Terms:
     bubble       waiting of the pipeline, messages of its warm-up and drain
     data_exposed what gradients and parameters take beyond the compute that hides them
     slowdown     what hidden collectives cost the compute beside them
+    host         what a measured step has beyond all these, on the host and once a step; 0 for a described job
     """
 
     compute: float
@@ -42,6 +43,7 @@ class Terms:
     data_exposed: float
     slowdown: float
     optimizer: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -68,6 +70,37 @@ class Estimate:
     @property
     def bubble_fraction(self) -> float:
         return self.terms.bubble / self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a measured step makes of the estimate's terms: factors, so that at the measured layout they add up to it.
+
+    held      share of the measured compute that is dispatch of operators, which no change of size moves
+    host_s    host time of one layer and micro batch on a rank, forward and backward
+    once_s    work of every step that neither layers nor the bytes of the optimizer explain: launches, data, logging
+    calls     collectives that reduce gradients in a step of one pipeline stage's share of all layers; 0: one a layer
+    residual  what is left at the measured layout, relative to the step; unfitted: what was off before
+    """
+
+    compute: float = 1.0
+    held: float = 0.0
+    optimizer: float = 1.0
+    tensor: float = 1.0
+    context: float = 1.0
+    expert: float = 1.0
+    data: float = 1.0
+    messages: float = 1.0
+    host_s: float = 0.0
+    once_s: float = 0.0
+    calls: float = 0.0
+    measured_s: float = 0.0
+    residual: float = 0.0
+    unfitted: float = 0.0
+
+
+PLAIN = Fit()
+"""A described job: nothing measured, nothing fitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,37 +179,53 @@ class _Micro:
         return self.compute + self.recompute + self.tensor + self.context + self.expert
 
 
-def _micro(work: Workload, layout: Layout, network: Network) -> _Micro:
-    layers = work.model.layers / layout.pp
+def _parts_s(work: Workload, layout: Layout, fit: Fit) -> tuple[float, float, float]:
+    """(forward, backward of one layer, head in both directions) for one micro batch, as fitted."""
     forward, backward = work.layer_s(layout)
+    ends = sum(work.ends_s(layout))
+    if fit.held and work.anchor is not None:
+        there, back = work.layer_s(work.anchor.layout)
+        at_ends = sum(work.ends_s(work.anchor.layout))
+        forward, backward = (fit.held * a + (1 - fit.held) * b for a, b in ((there, forward), (back, backward)))
+        ends = fit.held * at_ends + (1 - fit.held) * ends
+    return fit.compute * forward, fit.compute * backward, fit.compute * ends
+
+
+def _micro(work: Workload, layout: Layout, network: Network, fit: Fit) -> _Micro:
+    layers = work.model.layers / layout.pp
+    forward, backward, _ = _parts_s(work, layout, fit)
     again = 1.0 if layout.recompute == "full" else 0.0
     passes = 2.0 + again
     return _Micro(
         layers,
         layers * (forward + backward),
         layers * forward * again,
-        layers * passes * _tensor_s(work, layout, network),
-        layers * passes * _context_s(work, layout, network),
-        layers * passes * _expert_s(work, layout, network),
+        fit.tensor * layers * passes * _tensor_s(work, layout, network),
+        fit.context * layers * passes * _context_s(work, layout, network),
+        fit.expert * layers * passes * _expert_s(work, layout, network),
     )
 
 
-def _bubble_s(work: Workload, layout: Layout, micro: _Micro, network: Network) -> float:
-    """Waiting and messages of warm-up and drain: (p - 1) chunks, less where weight gradients fill it."""
+def bubble_parts_s(work: Workload, layout: Layout, network: Network, fit: Fit = PLAIN) -> tuple[float, float]:
+    """(waiting, messages) of a pipeline's warm-up and drain: (p - 1) chunks, less where weight gradients fill it."""
     if layout.pp == 1:
-        return 0.0
+        return 0.0, 0.0
+    micro = _micro(work, layout, network, fit)
     span = layout.span("pp")
     size = layout.mbs * layout.seq / layout.cp * work.model.hidden * work.element_bytes / layout.tp
     hop = network.seconds("send", size, 2, span.stride) + MESSAGE_OVERHEAD_S
     schedule = layout.pipeline_schedule
     idle = schedules.bubble_units(schedule, layout.pp) * micro.total / layout.chunks
-    return idle + schedules.message_delays(schedule, layout.pp, layout.chunks, layout.microbatches) * hop
+    delays = schedules.message_delays(schedule, layout.pp, layout.chunks, layout.microbatches)
+    return idle, fit.messages * delays * hop
 
 
-def _data_s(work: Workload, layout: Layout, network: Network, states: StateBytes) -> tuple[float, float]:
+def data_s(
+    work: Workload, layout: Layout, network: Network, states: StateBytes, fit: Fit = PLAIN
+) -> tuple[float, float]:
     """(seconds of all collectives of gradients and parameters in a step, those at its ends that nothing can hide)."""
     parameters = rank_parameters(work.model, layout, 0)
-    units = max(1.0, work.model.layers / layout.pp)
+    units = max(1.0, (fit.calls or work.model.layers) / layout.pp)
     weight, gradient = parameters * states.weight / units, parameters * states.gradient / units
     data, shard = layout.span("data"), layout.span("shard")
     if layout.fsdp > 1 or layout.cp > 1:
@@ -194,38 +243,44 @@ def _data_s(work: Workload, layout: Layout, network: Network, states: StateBytes
     return units * reduce, reduce
 
 
-def estimate(work: Workload, layout: Layout, network: Network, states: StateBytes | None = None) -> Estimate:
+def room_s(work: Workload, layout: Layout, network: Network, fit: Fit = PLAIN) -> float:
+    """Compute beside which gradients and parameters can travel; in a pipeline that of the first and last micro batch."""
+    micro = _micro(work, layout, network, fit).total
+    return layout.microbatches * micro if layout.pp == 1 else 2 * micro
+
+
+def estimate(
+    work: Workload, layout: Layout, network: Network, states: StateBytes | None = None, fit: Fit = PLAIN
+) -> Estimate:
     """Step of a layout that says mbs, microbatches and seq; memory is counted apart (memory.peak_memory)."""
     states = states or StateBytes(activation=work.element_bytes, weight=work.element_bytes)
-    micro = _micro(work, layout, network)
+    micro = _micro(work, layout, network, fit)
     m = layout.microbatches
-    head = m * sum(work.ends_s(layout))
-    busy = m * micro.total
-    comm, ends = _data_s(work, layout, network, states)
+    comm, ends = (fit.data * part for part in data_s(work, layout, network, states, fit))
     loss = loss_of(network.cluster.device.overlap_slowdown)
-    # With a pipeline only the first and the last micro batch run beside the collectives of parameters and gradients.
-    room = busy if layout.pp == 1 else 2 * micro.total
-    hidden = min(comm - min(ends, comm), room)
+    hidden = min(comm - min(ends, comm), room_s(work, layout, network, fit))
     parameters = rank_parameters(work.model, layout, 0)
     terms = Terms(
         compute=m * micro.compute,
-        head=head,
+        head=m * _parts_s(work, layout, fit)[2],
         recompute=m * micro.recompute,
         tensor=m * micro.tensor,
         context=m * micro.context,
         expert=m * micro.expert,
-        bubble=_bubble_s(work, layout, micro, network),
+        bubble=sum(bubble_parts_s(work, layout, network, fit)),
         data_exposed=comm - hidden,
-        slowdown=loss * hidden,
-        optimizer=work.optimizer_s(parameters / layout.shards),
+        # What a measured step has of it is in its compute already.
+        slowdown=0.0 if fit.measured_s else loss * hidden,
+        optimizer=fit.optimizer * work.optimizer_s(parameters / layout.shards),
+        host=fit.host_s * m * micro.layers + fit.once_s,
     )
     samples = layout.mbs * m * layout.data_ranks
     return Estimate(layout, terms, samples)
 
 
-def lower_bound_s(work: Workload, layout: Layout) -> float:
+def lower_bound_s(work: Workload, layout: Layout, fit: Fit = PLAIN) -> float:
     """Compute of the busiest stage alone: no layout of these degrees is faster, whatever its network does."""
-    forward, backward = work.layer_s(layout)
+    forward, backward, ends = _parts_s(work, layout, fit)
     again = forward if layout.recompute == "full" else 0.0
     layers = work.model.layers / layout.pp
-    return layout.microbatches * (layers * (forward + backward + again) + sum(work.ends_s(layout)))
+    return layout.microbatches * (layers * (forward + backward + again + fit.host_s) + ends)

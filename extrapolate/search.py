@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.estimate import Estimate, Network, Terms, estimate, lower_bound_s
+from scaletrace.extrapolate.estimate import PLAIN, Estimate, Fit, Network, Terms, estimate, lower_bound_s
 from scaletrace.extrapolate.layout import Layout, divisors
 from scaletrace.extrapolate.memory import StateBytes, peak_memory
 from scaletrace.extrapolate.rewrite import schedules
@@ -26,9 +26,10 @@ NAMES = {
     "context": "gathering of keys and values",
     "expert": "expert all-to-all",
     "bubble": "pipeline bubble",
-    "data_exposed": "exposed gradient and parameter traffic",
+    "data_exposed": "gradient and weight traffic",
     "slowdown": "compute slowed beside hidden collectives",
     "optimizer": "optimizer",
+    "host": "host between operators",
 }
 
 
@@ -68,13 +69,17 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best layout, the next ones, and what became of all candidates."""
+    """The best layout, the next ones, and what became of all candidates.
+
+    too_large: the fastest layout that needs more memory than there is, None where none is faster than those shown
+    """
 
     best: Estimate
     next: tuple[Lost, ...]
     candidates: int
     discarded: Counter[str] = field(default_factory=Counter)
     evaluated: int = 0
+    too_large: Estimate | None = None
 
     def to_json_parts(self) -> dict[str, Any]:
         """The content of `search --json`."""
@@ -83,6 +88,7 @@ class Found:
             "next": [
                 {**_json(lost.estimate), "behind": lost.behind, "reasons": list(lost.reasons)} for lost in self.next
             ],
+            "too_large": _json(self.too_large) if self.too_large else None,
             "candidates": self.candidates,
             "evaluated": self.evaluated,
             "discarded": dict(self.discarded),
@@ -152,22 +158,26 @@ def _pipelines(work: Workload, space: Space, base: Layout, m: int) -> Iterator[L
                 yield replace(base, microbatches=m, recompute=recompute, schedule=schedule, chunks=chunks)
 
 
-def search(work: Workload, network: Network, space: Space, *, best: int = 10, exhaustive: bool = False) -> Found:
+def search(
+    work: Workload, network: Network, space: Space, *, best: int = 10, exhaustive: bool = False, fit: Fit = PLAIN
+) -> Found:
     """The fastest layouts that fit. `exhaustive` costs every candidate, to check that pruning loses nothing.
 
+    fit: what a measured step makes of the estimate (fit.fit_to)
     Raises UsageError where nothing fits, saying what was in the way.
     """
     states = StateBytes(activation=work.element_bytes, weight=work.element_bytes)
-    bounded = [(0.0 if exhaustive else lower_bound_s(work, layout), layout) for layout in candidates(work, space)]
+    bounded = [(0.0 if exhaustive else lower_bound_s(work, layout, fit), layout) for layout in candidates(work, space)]
     bounded.sort(key=lambda pair: pair[0])
     discarded: Counter[str] = Counter()
     kept: list[Estimate] = []
     evaluated = 0
+    too_large: Estimate | None = None
     for at, (bound, layout) in enumerate(bounded):
         if not exhaustive and len(kept) == best and bound >= kept[-1].step_s:
             discarded["slower than the best by compute alone"] += len(bounded) - at
             break
-        found = estimate(work, layout, network, states)
+        found = estimate(work, layout, network, states, fit)
         evaluated += 1
         if not exhaustive and len(kept) == best and found.step_s >= kept[-1].step_s:
             discarded["slower than the best"] += 1
@@ -175,6 +185,8 @@ def search(work: Workload, network: Network, space: Space, *, best: int = 10, ex
         memory = peak_memory(work.model, layout, states)
         if memory.total > space.memory_bytes:
             discarded["more memory than there is"] += 1
+            if too_large is None or (found.step_s, str(layout)) < (too_large.step_s, str(too_large.layout)):
+                too_large = replace(found, memory=memory)
             continue
         kept.append(replace(found, memory=memory))
         kept.sort(key=lambda item: (item.step_s, str(item.layout)))
@@ -186,7 +198,9 @@ def search(work: Workload, network: Network, space: Space, *, best: int = 10, ex
             f"give more GPUs, another --batch, or a smaller --seq"
         )
     losers = tuple(_lost(kept[0], item) for item in kept[1:])
-    return Found(kept[0], losers, len(bounded), discarded, evaluated)
+    if too_large is not None and too_large.step_s >= kept[-1].step_s:
+        too_large = None
+    return Found(kept[0], losers, len(bounded), discarded, evaluated, too_large)
 
 
 def _lost(best: Estimate, item: Estimate) -> Lost:

@@ -1,0 +1,156 @@
+"""Turns a measured step and the estimate of the same layout into factors that make the estimate that step.
+
+The mean rank's step is compute, exposed communication by axis, and the rest, in which its host is at work. Each term of
+the estimate is multiplied by what was measured of it; an axis that the measurement does not have keeps its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from scaletrace.extrapolate.anatomy import Anatomy
+from scaletrace.extrapolate.estimate import Fit, Network, bubble_parts_s, data_s, estimate, room_s
+from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
+from scaletrace.extrapolate.memory import StateBytes
+from scaletrace.extrapolate.nodework import node_work
+from scaletrace.extrapolate.steps import shares, step_times_ns
+from scaletrace.extrapolate.workload import Workload
+from scaletrace.parse.build import Built
+from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.health import Health
+from scaletrace.replay.engine import replay
+
+MOST = 3.0
+"""An optimizer takes at most so many times as long as its bytes; what is beyond that is launches and other work."""
+
+
+def fit_to(work: Workload, built: Built, network: Network, anatomy: Anatomy) -> Fit:
+    """The factors for a job whose workload is anchored in it; `network` is that of the measured cluster."""
+    if work.anchor is None:
+        return Fit()
+    timeline = replay(built.graph)
+    step_s = float(np.median(step_times_ns(built.graph, timeline.start_ns, timeline.end_ns))) * 1e-9
+    seen = shares(built.graph, timeline.start_ns, timeline.end_ns)
+    axes: dict[str, float] = {}
+    for axis, share in seen.by_axis.items():
+        axes[axis_of(axis)] = axes.get(axis_of(axis), 0.0) + share * step_s
+    # Axes may overlap each other; together they are what is exposed.
+    total = sum(axes.values())
+    exposed = {axis: float(part * seen.exposed * step_s / total) for axis, part in axes.items()} if total > 0 else {}
+    calls = _calls(built.graph) * work.anchor.layout.pp
+    held = _held(built, anatomy, work.anchor.layout.tp)
+    return factors(work, work.anchor.layout, network, step_s, float(seen.compute * step_s), exposed, calls, held)
+
+
+def _held(built: Built, anatomy: Anatomy, tp: int) -> float:
+    """Share of forward and backward compute that is dispatch; 0 on a device, whose kernels have a floor of their own."""
+    work = node_work(built, anatomy, tp)
+    mine = work.computes & np.isin(anatomy.phase, [int(Phase.FORWARD), int(Phase.BACKWARD)])
+    total = float(built.graph.dur_ns[mine].sum())
+    return min(1.0, float(work.held_ns[mine].sum()) / total) if len(work.held_ns) and total > 0 else 0.0
+
+
+def _calls(graph: Graph) -> float:
+    """Collectives of a step and rank that reduce gradients."""
+    reduces = [
+        item.kind in ("all_reduce", "reduce_scatter")
+        and axis_of(graph.groups[item.group].axis if item.group >= 0 else "") in DATA_AXES
+        for item in graph.collectives
+    ]
+    mine = np.array([*reduces, False], np.bool_)[graph.instance] & (graph.kind == int(NodeKind.TRANSFER))
+    steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
+    return float(mine.sum()) / steps / max(1, len(np.unique(graph.rank[graph.lane >= 0])))
+
+
+def factors(
+    work: Workload,
+    layout: Layout,
+    network: Network,
+    step_s: float,
+    compute_s: float,
+    exposed_s: Mapping[str, float],
+    calls: float = 0.0,
+    held: float = 0.0,
+) -> Fit:
+    """The factors from seconds of the mean rank: its step, what of it computes, and what is exposed by axis.
+
+    calls: collectives that reduce gradients, over all pipeline stages; 0 = one a layer.  held: as in Fit
+    """
+    states = StateBytes(activation=work.element_bytes, weight=work.element_bytes)
+    plain = estimate(work, layout, network, states)
+    unfitted = plain.step_s / step_s - 1
+    layers = plain.terms.compute + plain.terms.head + plain.terms.recompute
+    # What computes beyond layers and head is the optimizer and the like; fewer than those, and they were counted double.
+    compute = min(1.0, compute_s / layers) if layers > 0 else 1.0
+    beyond = max(0.0, compute_s - layers)
+    optimizer = min(MOST, beyond / plain.terms.optimizer) if plain.terms.optimizer > 0 else 1.0
+    once_s = beyond - optimizer * plain.terms.optimizer
+    fit = Fit(
+        compute=compute,
+        held=held,
+        optimizer=optimizer,
+        once_s=once_s,
+        calls=calls,
+        measured_s=step_s,
+        unfitted=unfitted,
+    )
+    plain = estimate(work, layout, network, states, fit)
+    terms = plain.terms
+
+    def over(axis: str, model_s: float) -> float:
+        return exposed_s.get(axis, 0.0) / model_s if model_s > 0 else 1.0
+
+    fit = replace(
+        fit,
+        tensor=over("tp", terms.tensor),
+        context=over("cp", terms.context),
+        expert=over("ep", terms.expert),
+    )
+    idle, messages = bubble_parts_s(work, layout, network, fit)
+    waits = exposed_s.get("pp", 0.0)
+    fit = replace(
+        fit,
+        messages=max(0.0, waits - idle) / messages if messages > 0 else 1.0,
+        data=_data_factor(work, layout, network, states, fit, exposed_s.get("dp", 0.0) + exposed_s.get("fsdp", 0.0)),
+    )
+    rest = step_s - estimate(work, layout, network, states, fit).step_s
+    passes = layout.microbatches * work.model.layers / layout.pp
+    fit = replace(fit, host_s=max(0.0, rest) / passes)
+    return replace(fit, residual=estimate(work, layout, network, states, fit).step_s / step_s - 1)
+
+
+def _data_factor(
+    work: Workload, layout: Layout, network: Network, states: StateBytes, fit: Fit, exposed_s: float
+) -> float:
+    """The factor on all traffic of gradients and parameters that leaves `exposed_s` of it beyond what compute hides."""
+    comm, ends = data_s(work, layout, network, states, fit)
+    if comm <= 0:
+        return 1.0
+    room = room_s(work, layout, network, fit)
+    ends = min(ends, comm)
+    hidden = exposed_s / ends if ends > 0 else 0.0
+    return hidden if ends > 0 and hidden * (comm - ends) <= room else (exposed_s + room) / comm
+
+
+def for_cluster(fit: Fit, same: bool) -> Fit:
+    """The factors on the asked cluster: those of communication hold only where it is the measured one."""
+    if same:
+        return fit
+    return replace(fit, tensor=1.0, context=1.0, expert=1.0, data=1.0, messages=1.0)
+
+
+def tell(fit: Fit, health: Health, same: bool) -> None:
+    """Say in `health` what was fitted and what is left."""
+    if not fit.measured_s:
+        return
+    kept = "" if same else "; on another cluster its communication factors do not hold and are left out"
+    health.note(
+        f"Fitted to the measured step of {fit.measured_s:.4g} s (before that the estimate was {fit.unfitted:+.0%} off, "
+        f"now {fit.residual:+.1%}): compute x{fit.compute:.3g}, optimizer and the like x{fit.optimizer:.3g}, "
+        f"tensor x{fit.tensor:.3g}, data x{fit.data:.3g}, messages x{fit.messages:.3g}, "
+        f"host {fit.host_s * 1e3:.3g} ms a layer and micro batch, {fit.once_s * 1e3:.3g} ms once a step{kept}."
+    )

@@ -4,6 +4,7 @@ A collective that waits for its members holds multiprocessors and nothing else; 
 bandwidth. The two are measured apart (κ of each, by kernel), since they part ways with scale: a gather over a thousand
 ranks mostly waits for hops. Measured durations hold the slowdown of the measured overlap, which is taken out first:
 dur' = dur · (1 + κ·f') / (1 + κ·f), with f the shares of the kernel beside a waiting and beside a moving collective.
+κ is the one of interference.py, which holds the prior of a device where a trace can't tell.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 
 from scaletrace.parse.build_draft import Columns, Draft
 from scaletrace.parse.build_meet import MemberNodes
-from scaletrace.parse.events import Int32Array, IntArray
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, SYNCHRONISING, Job
@@ -34,16 +34,13 @@ def hidden_members(draft: Draft, job: Job, found: list[MemberNodes], health: Hea
     if bool(job.collectives.matched.all()):
         return None
     nodes = draft.nodes()
-    candidates = _candidates(job, found, nodes)
-    rows = []
-    for one in candidates:
-        anchor = _anchor(nodes, one[1], one[2])
-        if anchor >= 0:
-            rows.append((*one, anchor))
-    if not rows:
+    rows = np.array(_candidates(job, found, nodes), np.int64).reshape(-1, 4)
+    followed = _anchors(nodes, rows[:, 1], rows[:, 2])
+    rows, followed = rows[followed >= 0], followed[followed >= 0]
+    if not len(rows):
         return None
     health.guessed[PLACED] += len(rows)
-    instance, rank, arrived, transfer, followed = np.array(rows, np.int64).T
+    instance, rank, arrived, transfer = rows.T
     arrive, moved = _add(draft, nodes, instance, rank, arrived, transfer, followed)
     _release(draft, nodes, rank, arrived + transfer, moved)
     draft.contradict(EdgeSource.HIDDEN, len(rows), 0)
@@ -55,28 +52,39 @@ def _candidates(job: Job, found: list[MemberNodes], nodes: Columns) -> list[tupl
     """(instance, missing rank, when it must have arrived, usual transfer) of instances that lack exactly one rank."""
     table, each = job.collectives, instances_of(job)
     first = np.flatnonzero(np.r_[True, table.instance[1:] != table.instance[:-1]])
-    whole = table.matched[first] & (each.transfer_ns > 0)
+    size = np.diff(np.r_[first, len(table)])
     synchronising = np.isin(each.kind, [KINDS.index(kind) for kind in SYNCHRONISING])
     present = {trace.rank for trace in job.ranks}
     members = {group.id: present.intersection(group.members) for group in job.groups}
     if len(job.groups) == 1:
         members[-1] = members[job.groups[0].id]
-    alike, windows = _alike(job, each, found, nodes), _windows(job)
-    start, end = _seen(found)
+    start, end = _seen(found, len(each))
+    usual = _usual(_alike(job, each, found, nodes), table.matched[first] & (each.transfer_ns > 0), each.transfer_ns)
+    waited = end - usual - start
+    likely = ~table.matched[first] & synchronising & (usual > 0) & (waited > np.maximum(LEAST_WAIT_NS, usual // 2))
+    windows = _windows(job) if likely.any() else {}
     out = []
-    for at in np.flatnonzero(~table.matched[first] & synchronising).tolist():
+    for at in np.flatnonzero(likely).tolist():
         group = int(each.group[at])
-        seen = set(table.rank[table.instance == at].tolist())
+        seen = set(table.rank[first[at] : first[at] + size[at]].tolist())
         missing = members.get(group, set()) - seen
-        same = whole & (alike == alike[at])
-        if len(missing) != 1 or same.sum() < FEWEST or at not in start:
+        if len(missing) != 1:
             continue
-        rank, usual = missing.pop(), int(np.median(each.transfer_ns[same]))
-        arrived = end[at] - usual
+        rank = missing.pop()
         low, high = windows.get((group, rank), (0, 0))
-        if low < start[at] and end[at] < high and arrived - start[at] > max(LEAST_WAIT_NS, usual // 2):
-            out.append((at, rank, arrived, usual))
+        if low < start[at] and end[at] < high:
+            out.append((at, rank, int(end[at] - usual[at]), int(usual[at])))
     return out
+
+
+def _usual(alike: IntArray, whole: BoolArray, transfer_ns: IntArray) -> IntArray:
+    """For each instance the median transfer of the whole ones that move the same, int64; 0 where these are too few."""
+    at = np.flatnonzero(whole)
+    at = at[np.lexsort((transfer_ns[at], alike[at]))]
+    count = np.bincount(alike[at], minlength=int(alike.max(initial=-1)) + 1)
+    first = np.cumsum(count) - count
+    middle = at[np.minimum(first + count // 2, max(len(at) - 1, 0))] if len(at) else np.zeros(len(count), np.int64)
+    return np.where(count[alike] >= FEWEST, transfer_ns[middle[alike]], 0)
 
 
 def _alike(job: Job, each: Instances, found: list[MemberNodes], nodes: Columns) -> IntArray:
@@ -99,33 +107,37 @@ def _alike(job: Job, each: Instances, found: list[MemberNodes], nodes: Columns) 
 
 
 def _windows(job: Job) -> dict[tuple[int, int], tuple[int, int]]:
-    """First start and last end of what each rank recorded of each group."""
+    """First start and last end of what each rank recorded of each group, by (group, rank)."""
     table = job.collectives
-    out: dict[tuple[int, int], tuple[int, int]] = {}
-    for group in np.unique(table.group).tolist():
-        for rank in np.unique(table.rank[table.group == group]).tolist():
-            mine = (table.group == group) & (table.rank == rank)
-            out[group, rank] = (int(table.start_ns[mine].min()), int(table.end_ns[mine].max()))
-    return out
+    order = np.lexsort((table.rank, table.group))
+    group, rank = table.group[order], table.rank[order]
+    first = np.flatnonzero(np.r_[True, (group[1:] != group[:-1]) | (rank[1:] != rank[:-1])])
+    low, high = np.minimum.reduceat(table.start_ns[order], first), np.maximum.reduceat(table.end_ns[order], first)
+    keys = zip(group[first].tolist(), rank[first].tolist(), strict=True)
+    return dict(zip(keys, zip(low.tolist(), high.tolist(), strict=True), strict=True))
 
 
-def _seen(found: list[MemberNodes]) -> tuple[dict[int, int], dict[int, int]]:
-    """Latest start and earliest end of the recorded members of each instance."""
-    start: dict[int, int] = {}
-    end: dict[int, int] = {}
-    for one in found:
-        for instance, begun, ended in zip(
-            one.instance.tolist(), one.start_ns.tolist(), one.end_ns.tolist(), strict=True
-        ):
-            start[instance] = max(start.get(instance, begun), begun)
-            end[instance] = min(end.get(instance, ended), ended)
+def _seen(found: list[MemberNodes], count: int) -> tuple[IntArray, IntArray]:
+    """Latest start and earliest end of the recorded members of each instance, int64[count]; end before start without any."""
+    start, end = np.zeros(count, np.int64), np.full(count, -1, np.int64)
+    instance = np.concatenate([one.instance for one in found])
+    known = np.unique(instance)
+    start[known], end[known] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    np.maximum.at(start, instance, np.concatenate([one.start_ns for one in found]))
+    np.minimum.at(end, instance, np.concatenate([one.end_ns for one in found]))
     return start, end
 
 
-def _anchor(nodes: Columns, rank: int, time_ns: int) -> int:
-    """The node of a rank that ended last before a time: what the missing member most likely followed; -1 without."""
-    mine = np.flatnonzero((nodes["rank"] == rank) & np.isin(nodes["kind"], _ANCHORS) & (nodes["end_ns"] <= time_ns))
-    return int(mine[nodes["end_ns"][mine].argmax()]) if len(mine) else -1
+def _anchors(nodes: Columns, rank: IntArray, time_ns: IntArray) -> IntArray:
+    """The node of each rank that ended last before each time: what the missing member most likely followed; -1 without."""
+    out = np.full(len(rank), -1, np.int64)
+    usable = np.isin(nodes["kind"], _ANCHORS)
+    for one in np.unique(rank).tolist():
+        ask, mine = np.flatnonzero(rank == one), np.flatnonzero(usable & (nodes["rank"] == one))
+        mine = mine[np.argsort(nodes["end_ns"][mine], kind="stable")]
+        at = np.searchsorted(nodes["end_ns"][mine], time_ns[ask], side="right") - 1
+        out[ask[at >= 0]] = mine[at[at >= 0]]
+    return out
 
 
 def _add(
@@ -160,15 +172,23 @@ def _add(
 
 def _release(draft: Draft, nodes: Columns, rank: IntArray, end_ns: IntArray, moved: Int32Array) -> None:
     """Edges to the kernels that started when a lost collective ended, after their stream had stood idle before it."""
-    device = np.isin(nodes["kind"], (int(NodeKind.KERNEL), int(NodeKind.COPY)))
+    at = np.flatnonzero(
+        np.isin(nodes["kind"], (int(NodeKind.KERNEL), int(NodeKind.COPY))) & np.isin(nodes["rank"], rank)
+    )
+    at = at[np.lexsort((nodes["start_ns"][at], nodes["lane"][at]))]
+    idle_since = np.full(len(at), np.iinfo(np.int64).min)
+    same = nodes["lane"][at[1:]] == nodes["lane"][at[:-1]]
+    idle_since[1:][same] = nodes["end_ns"][at[:-1]][same]
+    order = np.argsort(nodes["start_ns"][at], kind="stable")
+    at, idle_since = at[order], idle_since[order]
+    src, dst = [], []
     for one, end, node in zip(rank.tolist(), end_ns.tolist(), moved.tolist(), strict=True):
-        mine = np.flatnonzero(device & (nodes["rank"] == one))
-        start = nodes["start_ns"][mine]
-        near = mine[(start >= end - NEAR_NS) & (start <= end + NEAR_NS)]
-        busy = mine[(nodes["end_ns"][mine] > end - IDLE_NS) & (start < end - NEAR_NS)]
-        free = near[~np.isin(nodes["lane"][near], nodes["lane"][busy])]
-        first = free[np.unique(nodes["lane"][free], return_index=True)[1]] if len(free) else free
-        if len(first):
-            lag = np.minimum(nodes["start_ns"][first] - end, LAG_NS)
-            draft.contradict(EdgeSource.HIDDEN, len(first), 0)
-            draft.add_edges(np.full(len(first), node, np.int32), first, lag, EdgeKind.EVENT_WAIT, EdgeSource.HIDDEN)
+        low, high = np.searchsorted(nodes["start_ns"][at], (end - NEAR_NS, end + NEAR_NS + 1))
+        near = at[low:high][(idle_since[low:high] <= end - IDLE_NS) & (nodes["rank"][at[low:high]] == one)]
+        dst += near.tolist()
+        src += [(node, end)] * len(near)
+    if dst:
+        draft.contradict(EdgeSource.HIDDEN, len(dst), 0)
+        node, end = np.array(src, np.int64).T
+        lag = np.minimum(nodes["start_ns"][dst] - end, LAG_NS)
+        draft.add_edges(node, np.array(dst), lag, EdgeKind.EVENT_WAIT, EdgeSource.HIDDEN)

@@ -18,6 +18,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,8 +44,9 @@ GATE = 0.08
 SWEEP_BYTES, SWEEPS = (4096, 16384, 65536, 262144, 1048576), 20
 NETWORK = "network"
 """Folder of the all-reduces between two ranks."""
-PATIENCE_S = 180.0
-"""A job that has not ended by then hangs, and is reported as such."""
+PATIENCE_S, TRIES = 120.0, 3
+"""A job that has not ended by then hangs (1F1B over gloo does, now and then, both ranks in a batch of send and receive);
+it is run again, and what still hangs is reported as such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,13 +374,26 @@ def measure(cases: tuple[tuple[Job, Job], ...], folder: Path, again: bool) -> di
         out = folder / "_".join([*job.arguments(), str(job.ranks)])
         try:
             if not again:
-                run(job, out)
+                _patiently(job, out)
             done[job] = kept(job, out)
         except Hung as error:
-            done[job] = f"hung: {error}"
+            done[job] = f"hung {TRIES} times: {error}"
         except FileNotFoundError:
             done[job] = "not recorded"
     return done
+
+
+def _patiently(job: Job, out: Path) -> None:
+    """Run a job, again where it hangs; raises Hung after the last try."""
+    for number in range(1, TRIES + 1):
+        try:
+            run(job, out)
+            return
+        except Hung as error:
+            sys.stderr.write(f"{job.layout()}, try {number} of {TRIES}: {error}\n")
+            if number == TRIES:
+                raise
+            shutil.rmtree(out)
 
 
 def compared(

@@ -94,11 +94,19 @@ def build(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> Pro
     v_shaped = rule.shape == "v"
     stages = ranks * chunks
     home = tuple(s if s < ranks else 2 * ranks - 1 - s for s in range(stages)) if v_shaped else None
-    actions = tuple(
-        tuple(_numbered(rule.order(ranks, micro_batches, chunks, rank), micro_batches, name)) for rank in range(ranks)
-    )
+    actions = tuple(_actions(name, ranks, micro_batches, chunks, rank) for rank in range(ranks))
     split = frozenset((a.stage, a.micro_batch) for row in actions for a in row if a.op is I)
     return Program(name, ranks, chunks, micro_batches, home or tuple(s % ranks for s in range(stages)), actions, split)
+
+
+def actions_of(schedule: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> tuple[Action, ...]:
+    """The actions of one rank alone; raises as `build` does."""
+    check(schedule, ranks, micro_batches, chunks)
+    return _actions(canonical(schedule), ranks, micro_batches, chunks, rank)
+
+
+def _actions(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> tuple[Action, ...]:
+    return tuple(_numbered(_RULES[name].order(ranks, micro_batches, chunks, rank), micro_batches, name))
 
 
 def check(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> None:

@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.rewrite.schedules import SCHEDULES, Action, Op, build, canonical, with_messages
+from scaletrace.extrapolate.rewrite.schedules import (
+    SCHEDULES,
+    Action,
+    Op,
+    actions_of,
+    build,
+    canonical,
+    with_messages,
+)
 
 CASES = [
     *((name, p, m, 1) for name in ("GPipe", "1F1B") for p in (1, 2, 4, 8) for m in (1, 2, 4, 7, 16)),
@@ -35,6 +43,21 @@ def pytorch_order(name: str, p: int, m: int, v: int) -> Any:
     schedule.number_of_rounds = max(1, m // p)
     schedule.microbatches_per_round = m // schedule.number_of_rounds
     return {rank: schedule._calculate_single_rank_operations(rank) for rank in range(p)}
+
+
+def pytorch_rank(name: str, p: int, m: int, v: int, rank: int) -> Any:
+    """PyTorch's own actions of one rank of a long pipeline."""
+    from torch.distributed.pipelining import schedules as theirs
+
+    if v == 1:
+        return pytorch_order(name, p, m, v)[rank]
+    kind = theirs.get_schedule_class(name)
+    schedule = kind.__new__(kind)
+    schedule.pp_group_size, schedule._num_stages, schedule.num_stages = p, p * v, p * v
+    schedule._n_microbatches, schedule.n_local_stages, schedule._stages = m, v, [None] * v
+    schedule.number_of_rounds = max(1, m // p)
+    schedule.microbatches_per_round = m // schedule.number_of_rounds
+    return schedule._calculate_single_rank_operations(rank)
 
 
 def flat(actions: Any) -> list[str]:
@@ -79,6 +102,25 @@ def test_messages_are_posted_in_the_order_of_pytorch(name: str, p: int, m: int, 
     assert {rank: [str(a) for a in row] for rank, row in expected.items()} == {
         rank: [str(a) for a in row] for rank, row in enumerate(with_messages(program))
     }
+
+
+LONG = [
+    ("GPipe", 64, 128, 1),
+    ("1F1B", 64, 128, 1),
+    ("GPipe", 1024, 8, 1),
+    *((name, p, m, 2) for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+      for p, m in ((64, 128), (1024, 64))),
+    *((name, p, 2 * p, 2) for name in ("ZBVZeroBubble", "DualPipeV") for p in (64, 1024)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), LONG)
+def test_actions_of_long_pipelines_are_those_of_pytorch(name: str, p: int, m: int, v: int) -> None:
+    """The same on 64 and 1,024 pipeline ranks, at both ends and in the middle."""
+    for rank in (0, 1, p // 2, p - 2):
+        expected = flat(pytorch_rank(name, p, m, v, rank))
+
+        assert expected == [str(action) for action in actions_of(name, p, m, v, rank)]
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), CASES)

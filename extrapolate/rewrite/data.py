@@ -124,8 +124,8 @@ def _padded(whole: int, was: int, now: int, width: int, units: Sequence[Sequence
 def refitted(
     item: GraphCollective, groups: Sequence[GraphGroup], old: Sequence[Sequence[Shape]], new: Sequence[Sequence[Shape]]
 ) -> GraphCollective | None:
-    """A collective of one unit's parameters after their shapes have changed, None where its bytes fit no unit."""
-    if item.group < 0:
+    """A gather or scatter of one unit's parameters after their shapes have changed, None where its bytes fit no unit."""
+    if item.group < 0 or item.kind not in ("all_gather", "reduce_scatter"):
         return None
     size = groups[item.group].size
     whole = item.bytes_out if item.kind == "all_gather" else item.bytes_in
@@ -137,5 +137,5 @@ def refitted(
                 shard = -(-total // size)
                 if item.kind == "all_gather":
                     return replace(item, bytes_in=shard, bytes_out=total)
-                return replace(item, bytes_in=total, bytes_out=shard if item.kind == "reduce_scatter" else total)
+                return replace(item, bytes_in=total, bytes_out=shard)
     return None

@@ -25,6 +25,7 @@ from scaletrace.replay.accuracy import (
 from scaletrace.replay.breakdown import RankBreakdown, breakdown
 from scaletrace.replay.critical_path import CriticalPath, critical_path, next_paths
 from scaletrace.replay.engine import replay
+from scaletrace.replay.steps import step_window
 from scaletrace.replay.stragglers import Straggler, stragglers
 from scaletrace.replay.timeline import Timeline
 
@@ -73,6 +74,15 @@ class ReplayResult:
         out.add(self.built.health)
         return out
 
+    def step_time_ns(self) -> dict[str, int]:
+        """The step time, measured and replayed (replay.steps): from end to end on each rank."""
+        graph, measured = self.built.graph, self.built.measured
+        seen = step_window(graph, measured.start_ns, measured.end_ns).mean_ns
+        return {
+            "measured": round(seen),
+            "replayed": round(step_window(graph, self.timeline.start_ns, self.timeline.end_ns).mean_ns),
+        }
+
     def to_json_parts(self) -> dict[str, Any]:
         """The content of `replay --json` (docs/cli.md) without its frame."""
         quality = self.built.quality
@@ -82,6 +92,7 @@ class ReplayResult:
                 {"step": e.step, "measured_ns": e.measured_ns, "replayed_ns": e.replayed_ns, "error": e.error}
                 for e in self.steps
             ],
+            "step_time_ns": self.step_time_ns(),
             "mean_abs_error": mean_error(self.steps),
             "quality": {
                 "strict_error": mean_error(self.strict),

@@ -79,7 +79,7 @@ def replay_headline(doc: Document) -> str:
     path = doc.get("critical_path") or {}
     parts = []
     if steps:
-        mean = sum(s["measured_ns"] for s in steps) / len(steps)
+        mean = (doc.get("step_time_ns") or {}).get("measured") or sum(s["measured_ns"] for s in steps) / len(steps)
         parts.append(f"{len(steps)} step{'s' * (len(steps) != 1)} of {units.duration(mean)} on average")
     if doc.get("mean_abs_error") is not None:
         strict = (doc.get("quality") or {}).get("strict_error")

@@ -28,7 +28,16 @@ def answer(run: Callable[..., Any], samples: Path, tmp_path_factory: pytest.Temp
 def test_json_has_the_documented_parts(answer: dict[str, object]) -> None:
     """The answer carries exactly the keys of docs/cli.md in its frame and its quality part."""
     frame = {"schema", "scaletrace_version", "input", "health"}
-    parts = {"steps", "mean_abs_error", "quality", "breakdown", "collectives", "stragglers", "critical_path"}
+    parts = {
+        "steps",
+        "mean_abs_error",
+        "step_time_ns",
+        "quality",
+        "breakdown",
+        "collectives",
+        "stragglers",
+        "critical_path",
+    }
 
     assert frame | parts == set(answer)
     assert "scaletrace.replay/1" == answer["schema"]

@@ -12,6 +12,7 @@ from scaletrace.parse.build import build
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.load import load
 from scaletrace.replay.engine import replay
+from scaletrace.replay.result import replay_job
 from scaletrace.replay.steps import step_time_s, step_window
 
 
@@ -98,3 +99,12 @@ def test_the_step_of_a_capture_is_its_mean_profiler_step(samples: Path, name: st
     assert float(np.mean(marked)) * 1e-9 == pytest.approx(
         step_time_s(built.graph, measured.start_ns, measured.end_ns), rel=0.02
     )
+
+
+def test_replay_says_the_step_time_measured_and_replayed(samples: Path) -> None:
+    """The JSON answer has both by this definition, and they agree within the replay's error."""
+    built = build(load(samples / "ddp_w4"))
+    said = replay_job(built).to_json_parts()["step_time_ns"]
+    measured = step_window(built.graph, built.measured.start_ns, built.measured.end_ns)
+
+    assert round(measured.mean_ns) == said["measured"] == pytest.approx(said["replayed"], rel=0.01)

@@ -1,5 +1,6 @@
 """Expert parallelism: groups, work of experts, imbalance observed and drawn, and a real mixture of experts over gloo."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,3 +228,33 @@ def test_loads_are_read_from_what_real_ranks_received(gloo: Recorder) -> None:
     assert "bytes received" == routing.source
     for degree in (2, 4):
         assert of_experts(counts, degree) == pytest.approx(imbalance(routing, degree).value, rel=1e-6)
+
+
+def test_loads_are_read_from_the_split_sizes_of_a_single_rank(tmp_path: Path) -> None:
+    """One of four ranks: what it sends to each says how full each is; exchanges of counts say nothing."""
+    events: list[dict[str, object]] = [
+        {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0, "dur": 900}
+    ]
+    for number, (sent, size) in enumerate([([1, 1, 1, 1], 4), ([10, 20, 30, 40], 6400), ([25, 25, 25, 25], 6400)]):
+        ts, launched = 100 * (number + 1), 7 + number
+        common = {"Collective name": "all_to_allv", "In msg nelems": size, "Out msg nelems": size, "Group size": 4,
+                  "dtype": "Float", "In split size": str(sent), "Out split size": "[25, 25, 25, 25]",
+                  "Process Group Name": "3", "Process Group Description": "mesh_ep",
+                  "Process Group Ranks": "[0, 1, 2, 3]", "Rank": 0, "External id": launched}  # fmt: skip
+        events += [
+            {"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "pid": 1, "tid": 1, "ts": ts, "dur": 30,
+             "args": common},
+            {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": ts + 5, "dur": 5,
+             "args": {"correlation": launched, "External id": launched}},
+            {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "pid": 0,
+             "tid": 20, "ts": ts + 20, "dur": 40, "args": {**common, "correlation": launched, "stream": 20, "device": 0}},
+        ]  # fmt: skip
+    told = {"rank": 0, "world_size": 4, "backend": "nccl", "pg_config": [
+        {"pg_name": "3", "pg_desc": "mesh_ep", "pg_size": 4, "ranks": [0, 1, 2, 3]}]}  # fmt: skip
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": events, "distributedInfo": told}))
+    routing = observed(load(tmp_path))
+
+    assert "split sizes" == routing.source
+    assert [[10, 20, 30, 40], [25, 25, 25, 25]] == routing.loads.tolist()
+    assert (1.6 + 1) / 2 == pytest.approx(imbalance(routing, 4).value)
+    assert (1.4 + 1) / 2 == pytest.approx(imbalance(routing, 2).value)

@@ -180,7 +180,8 @@ def cut(
     starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     held = {rank: sorted({key[3] for key in pieces if key[0] == rank and key[3] >= 0}) for rank in ranks}
     _scale_ends(loom, _Plan(program, stages, model, anatomy, recompute), measured, rows, held, graph.rank)
-    _split_backwards(loom, plans, starts, health)
+    again = np.array([copy.team >= program.ranks * (len(model) + 1) for row in rows for copy in row], np.bool_)
+    _split_backwards(loom, plans, starts, again, health)
     group = pipeline_group(loom, program.ranks, len(columns))
     add_messages(loom, program, plans, starts, len(columns), group, size, message_ns)
     if loom.dropped:
@@ -361,9 +362,14 @@ def _weight_of_units(anatomy: Anatomy) -> FloatArray:
     return anatomy.parameters if known else np.array([float(is_layer) for is_layer in anatomy.is_layer])
 
 
-def _split_backwards(loom: Loom, plans: Sequence[Sequence[Run]], starts: IntArray, health: Health) -> None:
+def _split_backwards(
+    loom: Loom, plans: Sequence[Sequence[Run]], starts: IntArray, again: BoolArray, health: Health
+) -> None:
     """Where a schedule splits backward, the input part keeps the nodes at a share of their time and the weight part
-    becomes one node of the rest, since a trace of whole backward passes does not tell them apart."""
+    becomes one node of the rest, since a trace of whole backward passes does not tell them apart.
+
+    again: bool[copies], forward work that is run again there and is whole in the input part
+    """
     split = [(new, run) for new, runs in enumerate(plans) for run in runs if run.action.op is Op.INPUT]
     if not split:
         return
@@ -371,7 +377,7 @@ def _split_backwards(loom: Loom, plans: Sequence[Sequence[Run]], starts: IntArra
     for new, run in split:
         held[starts[new] + run.begin : starts[new] + run.end] = True
     compute = np.isin(loom.columns["kind"], [int(NodeKind.HOST), int(NodeKind.KERNEL), int(NodeKind.COPY)])
-    at = np.flatnonzero(compute & held[loom.copy])
+    at = np.flatnonzero(compute & (held & ~again)[loom.copy])
     main = loom.columns["lane"][np.maximum(loom.first, 0)]
     on_main = at[loom.columns["lane"][at] == main[loom.copy[at]]]
     rest = np.bincount(

@@ -211,3 +211,13 @@ def test_recorded_checkpointing_is_found_and_taken_out(tmp_path: Path, how: str,
     if how == "full":
         assert makespan(relayout(without, Layout(recompute="full"))) == pytest.approx(makespan(on), rel=0.5)
     assert replace(on.layout, recompute="off") == without.layout
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_schedule_that_splits_backward_runs_forward_again_once_and_whole(stateful: Stateful, schedule: str) -> None:
+    """What is run again belongs to the input part; splitting backward does not split it."""
+    on = checkpoint(stateful(4, 8, **BIG))
+    chunks = 1 if schedule == "1F1B" else 2
+    cut = relayout(on, Layout(pp=2, chunks=chunks, schedule=schedule))
+
+    assert again_ns(on) == again_ns(cut)

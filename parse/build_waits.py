@@ -16,6 +16,8 @@ BLOCKED_NS = 60_000
 EARLY_BLOCKED_NS = 300_000
 EARLY_NS = 9_000_000
 LATE_RELEASE_NS = 1_500_000
+LATE_SHARE, EARLY_SHARE = 0.1, 0.25
+"""Of the blocked stretch: where ranks outnumber cores, whoever waits or notes an end stands in a queue for milliseconds."""
 ON_MAIN_NS = 30_000
 
 
@@ -130,13 +132,17 @@ def _match_waits(
             ends = at[i] - 5000 <= end[w] <= to[i] + 1000 and (not on_main[w] or abs(end[w] - to[i]) <= ON_MAIN_NS)
             if waited[w] < 0 and ends and (best < 0 or end[w] > end[best]):
                 best = w
-        if best >= 0 and to[i] - end[best] > LATE_RELEASE_NS:
+        if best >= 0 and to[i] - end[best] > max(LATE_RELEASE_NS, LATE_SHARE * (to[i] - at[i])):
             best = -1
         if best < 0 and to[i] - at[i] > EARLY_BLOCKED_NS:
             for w in range(low, len(issue)):
                 if issue[w] > at[i] + 1000:
                     break
-                open_end = waited[w] < 0 and not on_main[w] and to[i] < end[w] <= to[i] + EARLY_NS
+                open_end = (
+                    waited[w] < 0
+                    and not on_main[w]
+                    and to[i] < end[w] <= to[i] + max(EARLY_NS, EARLY_SHARE * (to[i] - at[i]))
+                )
                 if open_end and start[w] < to[i] and (best < 0 or end[w] > end[best]):
                     best = w
             early[i] = best >= 0

@@ -81,6 +81,21 @@ def test_early_release_keeps_a_negative_lag(tmp_path: Path) -> None:
     assert built.measured.end_ns.max() == replay(built.graph).end_ns.max()
 
 
+@pytest.mark.parametrize("off_us", [3000, -9800])
+def test_after_a_long_wait_a_busy_host_may_be_milliseconds_off(tmp_path: Path, off_us: float) -> None:
+    """60 ms of waiting that end 3 ms after the span or 9.8 ms before its end: a longer transfer still delays the caller."""
+    until = 61_000
+    rank = _rank(1000, until)
+    rank[3] = op("aten::add", until + off_us, 100)
+    built = build(job_of(tmp_path, rank, _rank(1000, until)))
+
+    graph = built.graph
+    longer = graph.dur_ns.copy()
+    longer[graph.nodes(NodeKind.TRANSFER)] += 10_000_000
+    last = [n for n in named(built, "aten::add") if graph.rank[n] == 0]
+    assert (replay(graph).start_ns[last] + 10_000_000).tolist() == replay(graph, longer).start_ns[last].tolist()
+
+
 def test_workers_take_works_in_order(tmp_path: Path) -> None:
     """The second work of a busy worker starts when the first has ended."""
     events = [

@@ -171,12 +171,23 @@ def estimate(calls: Calls, kernels: Kernels, syncs: SyncEdges | None, job_launch
     return Constants(max(launch, 0), gap_ns, tail, own)
 
 
+LOST_LAUNCH = 3
+
+
 def in_record(events: Events, calls: Calls, kernels: Kernels) -> npt.NDArray[np.uint8]:
-    """uint8 per call: 0 outside record_param_comms, 1 inside one that launches nothing, 2 inside a launching one."""
+    """uint8 per call: 0 outside record_param_comms, 1 inside one that launches nothing, 2 inside a launching one.
+
+    3 (LOST_LAUNCH) is the launch of a collective whose kernel has no record: it is outstanding all the same.
+    """
     spans = spans_of(events, events.named("record_param_comms"))
     record = spans.at(calls.thread, calls.start_ns)
-    launching = np.unique(record[kernels.call[kernels.is_comm & (kernels.call >= 0)]])
-    return np.where(record < 0, 0, np.where(np.isin(record, launching), 2, 1)).astype(np.uint8)
+    known = np.unique(record[kernels.call[kernels.is_comm & (kernels.call >= 0)]])
+    bare = (record >= 0) & (calls.meaning == Call.LAUNCH) & (np.diff(kernels.ptr) == 0) & ~np.isin(record, known)
+    launching = np.concatenate((known, record[bare]))
+    inside = np.where(record < 0, 0, np.where(np.isin(record, launching), 2, 1))
+    _, last = np.unique(record[bare][::-1], return_index=True)
+    inside[np.flatnonzero(bare)[::-1][last]] = LOST_LAUNCH
+    return inside.astype(np.uint8)
 
 
 def _first_int(text: str | None, position: int) -> int:

@@ -1,7 +1,8 @@
 """Turns collectives that one rank's trace lacks into a member of it, placed by how long the other members waited.
 
 A record can be lost while the kernel ran. The others then seem to transfer for as long as they waited: what exceeds the
-usual transfer of the same payload is the time until the missing rank arrived. Only what the trace shows in the middle of
+usual transfer of the same payload is the time until the missing rank arrived. What on that rank began or returned when the
+others ended had awaited it. Only what the trace shows in the middle of
 a rank's window counts, and only where exactly one rank is missing, so that there is no doubt whom the others awaited.
 """
 
@@ -22,10 +23,15 @@ FEWEST = 2
 LEAST_WAIT_NS = 50_000
 NEAR_NS, IDLE_NS, LAG_NS = 25_000, 50_000, 2_000
 """What starts this near to the end of a lost collective, after its stream was idle for longer, had awaited it."""
+SLACK_SHARE = 8
+"""Members end apart, by up to an eighth of an all-to-all in real jobs."""
 PLACED = "collectives that one rank's trace lacks, placed by the waits of the others"
 _ANCHORS = tuple(
     int(kind)
     for kind in (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.WAIT, NodeKind.KERNEL, NodeKind.COPY, NodeKind.TRANSFER)
+)
+_AWAIT = tuple(
+    int(kind) for kind in (NodeKind.KERNEL, NodeKind.COPY, NodeKind.ARRIVE, NodeKind.TRANSFER, NodeKind.WAIT)
 )
 
 
@@ -42,14 +48,18 @@ def hidden_members(draft: Draft, job: Job, found: list[MemberNodes], health: Hea
     health.guessed[PLACED] += len(rows)
     instance, rank, arrived, transfer = rows.T
     arrive, moved = _add(draft, nodes, instance, rank, arrived, transfer, followed)
-    _release(draft, nodes, rank, arrived + transfer, moved)
+    slack = np.maximum(_spread(found, instance), transfer // SLACK_SHARE)
+    _release(draft, nodes, rank, arrived + transfer, slack, moved)
     draft.contradict(EdgeSource.HIDDEN, len(rows), 0)
     none = np.zeros(len(rows), np.bool_)
     return MemberNodes(instance, arrive, moved, arrived, arrived + transfer, none, none)
 
 
 def _candidates(job: Job, found: list[MemberNodes], nodes: Columns) -> list[tuple[int, int, int, int]]:
-    """(instance, missing rank, when it must have arrived, usual transfer) of instances that lack exactly one rank."""
+    """(instance, missing rank, when it had arrived, transfer) of instances that lack exactly one rank.
+
+    Where the others took no longer than usual they did not wait for it: it was there when the last of them came.
+    """
     table, each = job.collectives, instances_of(job)
     first = np.flatnonzero(np.r_[True, table.instance[1:] != table.instance[:-1]])
     size = np.diff(np.r_[first, len(table)])
@@ -61,7 +71,8 @@ def _candidates(job: Job, found: list[MemberNodes], nodes: Columns) -> list[tupl
     start, end = _seen(found, len(each))
     usual = _usual(_alike(job, each, found, nodes), table.matched[first] & (each.transfer_ns > 0), each.transfer_ns)
     waited = end - usual - start
-    likely = ~table.matched[first] & synchronising & (usual > 0) & (waited > np.maximum(LEAST_WAIT_NS, usual // 2))
+    arrived = np.where(waited > np.maximum(LEAST_WAIT_NS, usual // 2), end - usual, start)
+    likely = ~table.matched[first] & synchronising & (usual > 0) & (end > start)
     windows = _windows(job) if likely.any() else {}
     out = []
     for at in np.flatnonzero(likely).tolist():
@@ -73,7 +84,7 @@ def _candidates(job: Job, found: list[MemberNodes], nodes: Columns) -> list[tupl
         rank = missing.pop()
         low, high = windows.get((group, rank), (0, 0))
         if low < start[at] and end[at] < high:
-            out.append((at, rank, int(end[at] - usual[at]), int(usual[at])))
+            out.append((at, rank, int(arrived[at]), int(end[at] - arrived[at])))
     return out
 
 
@@ -170,25 +181,32 @@ def _add(
     return arrive, moved
 
 
-def _release(draft: Draft, nodes: Columns, rank: IntArray, end_ns: IntArray, moved: Int32Array) -> None:
-    """Edges to the kernels that started when a lost collective ended, after their stream had stood idle before it."""
-    at = np.flatnonzero(
-        np.isin(nodes["kind"], (int(NodeKind.KERNEL), int(NodeKind.COPY))) & np.isin(nodes["rank"], rank)
-    )
+def _spread(found: list[MemberNodes], instance: IntArray) -> IntArray:
+    """By how much the ends of the recorded members of each instance differ: so much later the lost one may have ended."""
+    all_of, ends = (np.concatenate([getattr(one, name) for one in found]) for name in ("instance", "end_ns"))
+    return np.array([int(np.ptp(ends[all_of == one])) for one in instance.tolist()], np.int64)
+
+
+def _release(
+    draft: Draft, nodes: Columns, rank: IntArray, end_ns: IntArray, slack_ns: IntArray, moved: Int32Array
+) -> None:
+    """Edges to what awaited a lost collective: kernels whose stream had stood idle until its end, and blocking calls."""
+    at = np.flatnonzero(np.isin(nodes["kind"], _AWAIT) & np.isin(nodes["rank"], rank))
     at = at[np.lexsort((nodes["start_ns"][at], nodes["lane"][at]))]
     idle_since = np.full(len(at), np.iinfo(np.int64).min)
     same = nodes["lane"][at[1:]] == nodes["lane"][at[:-1]]
     idle_since[1:][same] = nodes["end_ns"][at[:-1]][same]
     order = np.argsort(nodes["start_ns"][at], kind="stable")
     at, idle_since = at[order], idle_since[order]
-    src, dst = [], []
-    for one, end, node in zip(rank.tolist(), end_ns.tolist(), moved.tolist(), strict=True):
-        low, high = np.searchsorted(nodes["start_ns"][at], (end - NEAR_NS, end + NEAR_NS + 1))
-        near = at[low:high][(idle_since[low:high] <= end - IDLE_NS) & (nodes["rank"][at[low:high]] == one)]
-        dst += near.tolist()
-        src += [(node, end)] * len(near)
-    if dst:
-        draft.contradict(EdgeSource.HIDDEN, len(dst), 0)
-        node, end = np.array(src, np.int64).T
-        lag = np.minimum(nodes["start_ns"][dst] - end, LAG_NS)
-        draft.add_edges(node, np.array(dst), lag, EdgeKind.EVENT_WAIT, EdgeSource.HIDDEN)
+    waits = nodes["kind"][at] == int(NodeKind.WAIT)
+    usable = nodes["kind"][at] != int(NodeKind.TRANSFER)
+    for one, end, slack, node in zip(rank.tolist(), end_ns.tolist(), slack_ns.tolist(), moved.tolist(), strict=True):
+        low, high = np.searchsorted(nodes["start_ns"][at], (end - NEAR_NS, end + slack + NEAR_NS + 1))
+        here = slice(int(low), int(high))
+        mine = usable[here] & (nodes["rank"][at[here]] == one)
+        begun = at[here][mine & ~waits[here] & (idle_since[here] <= end - IDLE_NS)]
+        returned = at[here][mine & waits[here] & (nodes["start_ns"][at[here]] >= end)]
+        for to, kind, most in ((begun, EdgeKind.EVENT_WAIT, LAG_NS), (returned, EdgeKind.HOST_SYNC, NEAR_NS)):
+            lag = np.minimum(nodes["start_ns"][to] - end, slack + most)
+            draft.contradict(EdgeSource.HIDDEN, len(to), 0)
+            draft.add_edges(np.full(len(to), node, np.int32), to, lag, kind, EdgeSource.HIDDEN)

@@ -29,6 +29,7 @@ _LAUNCH, _GRAPH, _COPY = int(Call.LAUNCH), int(Call.GRAPH_LAUNCH), int(Call.COPY
 _STREAM_WAIT = int(Call.STREAM_WAIT)
 _RECORDED, _ENTRY, _WORK = int(EdgeSource.RECORDED), int(EdgeSource.ENTRY), int(EdgeSource.WORK_WAIT)
 _FUTURE, _CROSS = int(EdgeSource.FUTURE_WAIT), int(EdgeSource.STREAM_WAIT)
+_LOST_LAUNCH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def _swap_refuted(count: IntArray, works: Int32Array, work: int, by: int, end: I
         return work
     other = -1
     for j in range(tail - 1, max(-1, head - LOOK_BACK_WORKS - 1), -1):
-        if end[works[j]] <= by and (j >= head or other < 0):
+        if works[j] >= 0 and end[works[j]] <= by and (j >= head or other < 0):
             other = j
     if other < 0:
         return work
@@ -209,7 +210,8 @@ def _open_wait(
     elif to >= 0 and count[HEAD] < count[TAIL]:
         work = _take(works, count[HEAD], count[TAIL], named_work)
         count[HEAD] += 1
-        _put(count, pend, work, to, _WORK if inside == 1 else _FUTURE, wait)
+        if work >= 0:
+            _put(count, pend, work, to, _WORK if inside == 1 else _FUTURE, wait)
     elif to >= 0 and inside == 0:
         for other in _recent(used, last, is_comm, to):
             _put(count, pend, last[other], to, _CROSS, wait)
@@ -301,17 +303,20 @@ def _walk(
     """
     capacity = 2 * len(stream) + (len(meaning) + 1) * max(streams, 1) + 1
     edges, pend = np.empty((capacity, 3), np.int32), np.empty((capacity, 4), np.int64)
-    works = np.empty(len(stream) + 1, np.int32)
+    works = np.empty(len(stream) + len(meaning) + 1, np.int32)
     last = np.full(streams, -1, np.int32)
     used = np.full((int(thread.max()) + 1 if len(thread) else 1, max(streams, 1)), -1, np.int64)
     count = np.zeros(6, np.int64)
     for i in range(len(meaning)):
         mine = used[thread[i]]
-        if meaning[i] == _STREAM_WAIT and in_record[i] != 2:
+        if meaning[i] == _STREAM_WAIT and in_record[i] < 2:
             rec, to = recorded_stream[i], upcoming[i]
             _open_wait(
                 count, pend, works, i, to, in_record[i], recorded_src[i], rec, named_work[i], mine, last, is_comm
             )
+        if in_record[i] == _LOST_LAUNCH:
+            works[count[TAIL]] = -1  # what awaits it awaits a kernel that is not here, and none of the others
+            count[TAIL] += 1
         for at in range(ptr[i], ptr[i + 1]):
             k = order[at]
             s, by = stream[k], start[k] + CONTRADICTED_NS
@@ -336,7 +341,8 @@ def infer_streams(
 ) -> StreamEdges:
     """Cross-stream edges of one rank.
 
-    in_record        uint8[c]: 0 outside any record_param_comms, 1 inside one that launches nothing, 2 inside a launch's
+    in_record        uint8[c]: 0 outside any record_param_comms, 1 inside one that launches nothing, 2 inside a launch's,
+                     3 the launch of a collective whose kernel was lost
     recorded_src     int32[c]: kernel that a recorded stream wait awaits, -1 none; recorded_stream: the waiting stream, -1
     awaited_work     int32[c]: kernel of the collective that a wait names by sequence number, -1 where it names none
     """

@@ -245,3 +245,25 @@ def test_unresolved_wait_is_counted_and_inferred(tmp_path: Path) -> None:
         1
         == built.health.unmatched["recorded stream waits whose event is not in the trace (the graph is a lower bound)"]
     )
+
+
+def test_lost_record_of_a_collective_is_still_outstanding(tmp_path: Path) -> None:
+    """Of two collectives the first has no kernel in the trace: the first wait is for it, the second for the other."""
+    events = _launch("gemm", 0, 6, 5, 1)
+    for at, corr in ((10, 2), (30, 3)):
+        events += [op("record_param_comms", at, 12), call("cudaStreamWaitEvent", at + 1, 1)]
+        events += [call("cudaLaunchKernelExC", at + 4, 4, corr)]
+    events += [kernel("nccl_AllReduce", 40, 60, 3, 20)]
+    for at, name, start in ((50, "first", 110), (120, "second", 130)):
+        events += [op("record_param_comms", at, 5), call("cudaStreamWaitEvent", at + 1, 1)]
+        events += _launch(name, at + 6, start, 5, at)
+    built = built_of(tmp_path, events)
+    graph = built.graph
+    awaited = {
+        (graph.name_of(int(a)), graph.name_of(int(b)))
+        for a, b, source in zip(graph.pred, graph.edge_dst, graph.edge_source, strict=True)
+        if source == EdgeSource.WORK_WAIT
+    }
+
+    assert {("nccl_AllReduce", "second")} == awaited
+    assert 1 == sum(n for what, n in built.health.unmatched.items() if "no rule resolves" in what)

@@ -13,6 +13,7 @@ import numpy as np
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Shape, Work
+from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.nodework import Mark, NodeWork, Role, Weight
 from scaletrace.extrapolate.rewrite.insertion import Place, followers, inserted, without_tensor_collectives
 from scaletrace.extrapolate.rewrite.parameters import with_weights
@@ -26,6 +27,8 @@ from scaletrace.extrapolate.rewrite.state import (
 from scaletrace.parse.events import BoolArray
 from scaletrace.parse.graph import GraphGroup, NodeKind
 
+GRADIENT_BYTES = 4
+"""Gradients are kept in single precision."""
 SPLIT = (Role.COLUMN, Role.ROW, Role.HEADS, Role.BETWEEN)
 
 
@@ -135,9 +138,27 @@ def _with_collectives(state: State, degree: int, sequence_parallel: bool) -> Sta
             places.append(Place(ahead.get(node), node, "all_gather", _moved_bytes(shape, shape.depth)))
         if sequence_parallel and bits & Mark.BEFORE_ROW_BACKWARD:
             places.append(Place(ahead.get(node), node, "all_gather", _moved_bytes(shape, shape.columns)))
+    if sequence_parallel:
+        places += _norm_gradients(state, behind)
     if not places:
         return told(state, "No place for tensor collectives was found, so their cost is missing.")
     return inserted(state, degree, places)
+
+
+def _norm_gradients(state: State, behind: dict[int, int]) -> list[Place]:
+    """Sums of the gradients of norms, which each rank has of its own tokens only, behind the backward of their unit."""
+    anatomy, work, graph = state.anatomy, state.work, state.graph
+    last: dict[tuple[int, int, int, int], int] = {}
+    backward = np.flatnonzero(work.computes & (anatomy.phase == int(Phase.BACKWARD)) & (anatomy.unit >= 0))
+    for node in backward.tolist():
+        unit = int(anatomy.unit[node])
+        last[int(graph.rank[node]), int(graph.step[node]), int(anatomy.micro_batch[node]), unit] = node
+    out: list[Place] = []
+    for key, node in last.items():
+        own = [weight for weight in work.weights[key[3]] if weight.role is Role.WHOLE and len(weight.dims) == 1]
+        if anatomy.is_layer[key[3]]:
+            out += [Place(node, behind.get(node), "all_reduce", weight.elements * GRADIENT_BYTES) for weight in own]
+    return out
 
 
 def _moved_bytes(shape: Shape, width: float) -> int:

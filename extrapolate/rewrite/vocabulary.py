@@ -18,6 +18,7 @@ from scaletrace.extrapolate.nodework import Role, Weight
 from scaletrace.extrapolate.rewrite.insertion import Place, followers, inserted, without_tensor_collectives
 from scaletrace.extrapolate.rewrite.parameters import with_weights
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, passes, stretched
+from scaletrace.extrapolate.rewrite.tp import GRADIENT_BYTES
 from scaletrace.parse.events import BoolArray
 
 WHOLE, GATHERED, LOSS = "whole", "gathered", "loss"
@@ -159,10 +160,22 @@ def _places(state: State, ends: _Ends, how: str) -> list[Place]:
         inputs = round(shape.rows * shape.depth * shape.element_bytes)
         places.append(Place(node, behind.get(node), "reduce_scatter" if sp else "all_reduce", inputs))
     if sp:
+        places += _norm_gradients(state, ends, behind)
         for node in _lasts(state, ends.embedding & ~forward):
             shape = _shape(state, node)
             places.append(Place(None, node, "all_gather", round(shape.rows * shape.columns * shape.element_bytes)))
     return places
+
+
+def _norm_gradients(state: State, ends: _Ends, behind: dict[int, int]) -> list[Place]:
+    """Sums of the gradients of the norm before the head, which each rank has of its own tokens only."""
+    backward = state.anatomy.phase == int(Phase.BACKWARD)
+    norms = [w for unit in _end_units(state) for w in state.work.weights[unit] if len(w.dims) == 1]
+    return [
+        Place(node, behind.get(node), "all_reduce", weight.elements * GRADIENT_BYTES)
+        for node in _lasts(state, state.work.computes & ends.after & backward)
+        for weight in norms
+    ]
 
 
 def _shape(state: State, node: int) -> Shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,7 @@ from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks
 from scaletrace.extrapolate.rewrite.state import State, open_state
 from scaletrace.extrapolate.shards import ShardCopies, shard_copies
 from scaletrace.extrapolate.stragglers import PRIOR_NOISE, Folded, Noise, fold
-from scaletrace.extrapolate.strong import Batch, Retiming, batch_of, retiming_of
+from scaletrace.extrapolate.strong import Batch, Retiming, agreed, batch_of, retiming_of
 from scaletrace.extrapolate.transfers import (
     evidence,
     instance_of_hubs,
@@ -247,8 +248,7 @@ def _with_state(measured: _Measured, built: Built, copies: ShardCopies) -> Base:
     state = open_state(built, measured.measured_layout, Network(cluster, measured.calibration), ceilings)
     if asked.layout is not None and _other_axes(asked.layout, measured.measured_layout):
         old = measured.measured_layout
-        target = replace(asked.layout.over(state.layout), dp=old.dp, fsdp=old.fsdp, zero=old.zero)
-        state = relayout(state, target)
+        state = relayout(state, _on_measured_ranks(asked.layout.over(state.layout), old))
     if measured.moves_compute:
         state = replace(move(state, Ceilings.of(cluster.device)), error=float(np.hypot(state.error, DEVICE_ERROR)))
     measured.health.add(state.health)
@@ -264,7 +264,7 @@ def _with_state(measured: _Measured, built: Built, copies: ShardCopies) -> Base:
     if not asked.strong:
         return base
     given = asked.layout is not None and asked.layout.mbs > 0
-    batch = batch_of(state, assemble, given)
+    batch = batch_of(agreed(state), assemble, given)
     if batch.unit != "samples":
         measured.health.note(
             f"Samples of a micro batch are not known; the global batch counts {batch.unit or 'micro batches alone'}, "
@@ -304,8 +304,16 @@ def _check_sharding(graph: Graph, asked: Layout, measured: Layout) -> None:
 
 def _other_axes(asked: Layout, measured: Layout) -> bool:
     """Whether a layout asks for more than other degrees of dp and fsdp."""
-    same = replace(asked.over(measured), dp=measured.dp, fsdp=measured.fsdp, zero=measured.zero)
-    return same != measured
+    return _on_measured_ranks(asked.over(measured), measured) != measured
+
+
+def _on_measured_ranks(asked: Layout, measured: Layout) -> Layout:
+    """The asked layout with the measured data ranks, which the points stretch; as many more as its experts need."""
+    data = measured.data_ranks * asked.cp
+    more = asked.ep // gcd(data, asked.ep)
+    axis = "fsdp" if measured.fsdp > 1 else "dp"
+    ranks = {"dp": measured.dp, "fsdp": measured.fsdp, "zero": measured.zero}
+    return replace(asked, **{**ranks, axis: ranks[axis] * more})  # type: ignore[arg-type]
 
 
 def _replayed(graph: Graph, cluster: Cluster) -> tuple[Timeline, IntArray]:

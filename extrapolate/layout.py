@@ -97,7 +97,8 @@ class Layout:
         wrong += [f"{name}={getattr(self, name)}" for name in OPEN_SIZES if getattr(self, name) < 0]
         if wrong:
             raise UsageError(f"degrees of a layout are at least 1: {', '.join(wrong)}")
-        if (self.fsdp * self.dp * self.cp) % self.ep:
+        data = self.fsdp * self.dp * self.cp
+        if data > 1 and data % self.ep:  # a layout that leaves the data ranks open takes as many as the size gives
             raise UsageError(
                 f"layout: ep={self.ep} must divide the data ranks dp × fsdp × cp = "
                 f"{self.dp} × {self.fsdp} × {self.cp} = {self.dp * self.fsdp * self.cp}"
@@ -271,7 +272,7 @@ def scaled(layout: Layout, ranks: int, asked: Layout | None = None) -> Layout:
     With both dp and fsdp in use (HSDP) the replicas grow and the shard groups keep their size.
     """
     if asked is not None:
-        if asked.ranks == ranks:
+        if asked.ranks == ranks and asked.data_ranks * asked.cp % asked.ep == 0:
             return asked
         rest = replace(asked, dp=1)
         if ranks % rest.ranks == 0 and asked.dp == 1:

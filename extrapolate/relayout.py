@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from scaletrace.errors import UsageError
 from scaletrace.extrapolate import transfers
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster
@@ -113,6 +114,10 @@ def relayout(state: State, target: Layout) -> State:
         out = spread_context(out, target.cp)
     out = _tensor(out, target)
     if target.ep != out.layout.ep:
+        if target.data_ranks * target.cp % target.ep:
+            raise UsageError(
+                f"layout: ep={target.ep} takes its ranks from the data axes; say how many, as dp={target.ep}"
+            )
         if out.layout.data_ranks * out.layout.cp % target.ep:
             out = _data(out, target)
         out = spread_experts(out, target.ep)

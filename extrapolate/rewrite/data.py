@@ -74,7 +74,8 @@ def _group(group: GraphGroup, old: Layout, new: Layout, apart: Collection[int]) 
     """
     world = group.size == old.ranks and old.ranks > 1
     axis = axis_of(group.axis)
-    if world and axis in DATA_AXES and getattr(old, axis) != group.size:
+    regular = (getattr(old, axis), getattr(old, axis) * old.cp)  # gradients and shards span context ranks too
+    if world and axis in DATA_AXES and group.size not in regular:
         return replace(group, size=new.ranks)
     was, now = getattr(old, axis), getattr(new, axis)
     if axis in DATA_AXES and was == now == 1 < group.size:  # ranks that hold the same experts, whatever they are called

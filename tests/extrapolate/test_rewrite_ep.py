@@ -14,7 +14,7 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, anchored
-from scaletrace.extrapolate.layout import Layout, measured_layout
+from scaletrace.extrapolate.layout import Layout, measured_layout, scaled
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.ep import spread_experts
 from scaletrace.extrapolate.rewrite.state import State, open_state
@@ -258,3 +258,24 @@ def test_loads_are_read_from_the_split_sizes_of_a_single_rank(tmp_path: Path) ->
     assert [[10, 20, 30, 40], [25, 25, 25, 25]] == routing.loads.tolist()
     assert (1.6 + 1) / 2 == pytest.approx(imbalance(routing, 4).value)
     assert (1.4 + 1) / 2 == pytest.approx(imbalance(routing, 2).value)
+
+
+def test_a_layout_may_leave_the_data_ranks_of_experts_open(experts: Callable[..., State]) -> None:
+    """ep=8 alone takes the data ranks that a size gives; a single rewrite has to be told how many."""
+    assert Layout(dp=64, ep=8) == scaled(Layout(), 64, Layout.parse("ep=8"))
+    assert Layout(dp=8, ep=8) == scaled(Layout(), 8, Layout.parse("ep=8"))
+    with pytest.raises(UsageError, match="ep=8 takes its ranks from the data axes; say how many, as dp=8"):
+        relayout(experts(), Layout(ep=8))
+    with pytest.raises(UsageError, match="must divide the data ranks"):
+        scaled(Layout(), 12, Layout.parse("ep=8"))
+
+
+def test_replicas_of_shards_are_not_the_groups_of_the_same_experts(experts: Callable[..., State]) -> None:
+    """HSDP of 2 × 4 with experts over the 4: replicas stand as far apart as holders of the same experts, and stay."""
+    state = spread_experts(experts(), 4)
+    groups = (GraphGroup("fsdp", 4, 1), *state.graph.groups[1:], GraphGroup("dp", 2, 4))
+    items = tuple(replace(item, group=0) if item.group == 0 else item for item in state.graph.collectives)
+    graph = replace(state.graph, groups=groups, collectives=items)
+    made = spread_experts(replace(state, graph=graph, layout=Layout(dp=2, fsdp=4, ep=4, mbs=4, seq=2048)), 2)
+
+    assert (2, 4) == (made.graph.groups[-1].size, made.graph.groups[-1].stride)

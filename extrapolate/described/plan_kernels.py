@@ -17,6 +17,7 @@ _GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_{}_n_tilesize128x256x64_cublas"
 FORWARD, INPUT, WEIGHT = "tn", "nn", "nt"
 """Which operands a product takes transposed: of the forward, of the input's gradient, of the weight's gradient."""
 
+GROUPED = "aten::_grouped_mm"
 _NORM = "void rms_norm_kernel<c10::BFloat16, float>"
 POINTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::{}>"
 ADAM = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"
@@ -45,22 +46,51 @@ class KernelPlans:
         if self.part is not Part.WEIGHT:
             yield PlannedBackward(name, f"{self.unit}/{slot}", kernels)
 
-    def product(self, slot: str, columns: int, inner: int, share: int = 1) -> PlannedKernel:
+    def product(self, slot: str, columns: int, inner: int) -> PlannedKernel:
         """Forward of a linear layer from `inner` to `columns`."""
-        rows = self.d.tokens * share
+        rows = self.d.tokens
         kernel = self._gemm(FORWARD, rows, columns, inner)
         outer = ((rows, inner), (columns, inner), ())
         return replace(kernel, outer="aten::linear", outer_shapes=outer, tag=f"{self.unit}/{slot}")
 
-    def product_backward(self, slot: str, columns: int, inner: int, share: int = 1) -> Iterator[PlannedBackward]:
+    def product_backward(self, slot: str, columns: int, inner: int) -> Iterator[PlannedBackward]:
         """Gradient of the input, then of the weight."""
-        rows = self.d.tokens * share
+        rows = self.d.tokens
         kernels = []
         if self.part is not Part.WEIGHT:
             kernels.append(self._gemm(INPUT, rows, inner, columns))
         if self.part is not Part.INPUT:
             kernels.append(self._gemm(WEIGHT, inner, columns, rows))
         yield PlannedBackward("MmBackward0", f"{self.unit}/{slot}", tuple(kernels))
+
+    def experts(self, slot: str, columns: int, inner: int) -> PlannedKernel:
+        """Forward of this rank's experts, one product of each on the tokens that were sent to it: rows grouped by expert."""
+        if self.d.model.experts == 1:
+            return self.product(slot, columns, inner)
+        rows, held = self.d.tokens * self.d.model.experts_per_token, self._held
+        kernel = self._gemm(FORWARD, rows, columns, inner)
+        shapes = ((rows, inner), (held, inner, columns), (held,))
+        return replace(kernel, op=GROUPED, shapes=shapes, tag=f"{self.unit}/{slot}")
+
+    def experts_backward(self, slot: str, columns: int, inner: int) -> Iterator[PlannedBackward]:
+        """Gradient of the tokens, then of each expert's weights."""
+        if self.d.model.experts == 1:
+            yield from self.product_backward(slot, columns, inner)
+            return
+        rows, held = self.d.tokens * self.d.model.experts_per_token, self._held
+        kernels = []
+        if self.part is not Part.WEIGHT:
+            kernel = self._gemm(INPUT, rows, inner, columns)
+            kernels.append(replace(kernel, op=GROUPED, shapes=((rows, columns), (held, columns, inner), (held,))))
+        if self.part is not Part.INPUT:
+            kernel = self._gemm(WEIGHT, inner, columns, rows)
+            kernels.append(replace(kernel, op=GROUPED, shapes=((inner, rows), (rows, columns), (held,))))
+        yield PlannedBackward("GroupedMmBackward0", f"{self.unit}/{slot}", tuple(kernels))
+
+    @property
+    def _held(self) -> int:
+        """Experts of one rank."""
+        return self.d.model.experts // self.d.layout.ep
 
     def _gemm(self, operands: str, m: int, n: int, k: int) -> PlannedKernel:
         seconds = gemm_s(m, n, k, self.d.device, self.d.costs.gemm_share)

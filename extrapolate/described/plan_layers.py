@@ -102,17 +102,17 @@ class LayerPlans:
 
     def mlp_forward(self) -> Iterator[Item]:
         model = self.d.model
-        width, share = model.mlp_width // self.d.layout.tp, model.experts_per_token
-        yield self.kernels.product("up", width * (model.mlp_matrices - 1), model.hidden, share)
-        yield self.kernels.activation(width * share)
-        yield self.kernels.product("down", model.hidden, width, share)
+        width = model.mlp_width // self.d.layout.tp
+        yield self.kernels.experts("up", width * (model.mlp_matrices - 1), model.hidden)
+        yield self.kernels.activation(width * model.experts_per_token)
+        yield self.kernels.experts("down", model.hidden, width)
 
     def mlp_backward(self) -> Iterator[Item]:
         model = self.d.model
-        width, share = model.mlp_width // self.d.layout.tp, model.experts_per_token
-        yield from self.kernels.product_backward("down", model.hidden, width, share)
-        yield from self.kernels.activation_backward(width * share)
-        yield from self.kernels.product_backward("up", width * (model.mlp_matrices - 1), model.hidden, share)
+        width = model.mlp_width // self.d.layout.tp
+        yield from self.kernels.experts_backward("down", model.hidden, width)
+        yield from self.kernels.activation_backward(width * model.experts_per_token)
+        yield from self.kernels.experts_backward("up", width * (model.mlp_matrices - 1), model.hidden)
 
     @property
     def routes(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +17,10 @@ from scaletrace.extrapolate.described.planned import (
     Item,
     PlannedCollective,
     PlannedKernel,
+    PlannedRange,
 )
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.rewrite.schedules import SCHEDULES
 
 MODEL = Model("tiny", "llama", 4, 512, 8, ffn=1408, vocab=1024, seq=512, tied=False)
 
@@ -98,7 +101,19 @@ def test_tensor_parallelism_reduces_twice_a_layer_each_way() -> None:
     assert {MODEL.seq * MODEL.hidden} == {item.in_elements for item in plain}
 
 
-@pytest.mark.parametrize("layout", ["pp=2,microbatches=4", "pp=2,chunks=2,microbatches=4", "pp=4,microbatches=8,dp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2,microbatches=4",
+        "pp=2,chunks=2,microbatches=4",
+        "pp=4,microbatches=8,dp=2",
+        "pp=4,microbatches=8,schedule=GPipe",
+        "pp=4,microbatches=8,schedule=zb1p",
+        "pp=2,chunks=2,microbatches=4,schedule=BFS",
+        "pp=2,chunks=2,microbatches=4,schedule=zbv",
+        "pp=2,chunks=2,microbatches=4,schedule=dualpipe",
+    ],
+)
 def test_every_message_has_its_other_side(layout: str) -> None:
     """Sends of one rank to another are as many as that one receives from it, and as large."""
     described = describe(layout)
@@ -119,6 +134,49 @@ def test_experts_exchange_what_their_tokens_need() -> None:
     found = collectives(describe("fsdp=4,ep=4", moe), axis="ep")
 
     assert [512 * 2 * 512] * 8 == [item.in_elements for item in found]
+
+
+def test_experts_are_grouped_products_of_their_rank() -> None:
+    """Each rank multiplies the tokens of its own experts, as many matrices as it holds, forward and backward."""
+    moe = Model("moe", "moe", 2, 512, 8, ffn=512, vocab=1024, seq=512, tied=False, experts=8, experts_per_token=2)
+    kernels = [item for item in flat(expand(describe("fsdp=4,ep=4", moe), 0)) if isinstance(item, PlannedKernel)]
+    grouped = [kernel for kernel in kernels if kernel.op == "aten::_grouped_mm"]
+    forward = [kernel.shapes for kernel in grouped if kernel.tag]
+
+    assert 2 * (2 + 4) == len(grouped)
+    assert [((1024, 512), (2, 512, 1024), (2,)), ((1024, 512), (2, 512, 512), (2,))] == forward[:2]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_does_the_same_work_in_another_order(schedule: str) -> None:
+    """Kernels, messages and reductions add up to those of one stage without a pipeline, whatever the order."""
+    chunks = {"GPipe": 1, "1F1B": 1}.get(schedule, 2)
+    described = describe(f"pp=2,microbatches=4,chunks={chunks},schedule={schedule},dp=2")
+    whole = describe("microbatches=4,dp=2")
+    ranks = distinct_ranks(described.layout)
+
+    def compute_s(of: Described, rank: int) -> float:
+        kernels = [item for item in flat(expand(of, rank)) if isinstance(item, PlannedKernel)]
+        return sum(kernel.seconds for kernel in kernels if "adam" not in kernel.op)
+
+    reduced = sum(i.in_elements for rank in ranks for i in collectives(described, rank, "dp") if i.kind == "all_reduce")
+    sent = [i for rank in ranks for i in collectives(described, rank, "pp") if i.kind == "send"]
+    borders = 2 * chunks - 1 - (1 if described.program.rank_of_stage == (0, 1, 1, 0) else 0)
+
+    assert sum(compute_s(described, rank) for rank in ranks) == pytest.approx(compute_s(whole, 0))
+    assert reduced == sum(i.in_elements for i in collectives(whole, 0, "dp") if i.kind == "all_reduce")
+    assert 2 * 4 * borders == len(sent)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_zero_bubble_schedules_part_the_backward(schedule: str) -> None:
+    """Gradients of inputs and of weights are actions of their own, named as PyTorch's runtime names them."""
+    chunks = 1 if schedule == "InterleavedZeroBubble" else 2
+    items = expand(describe(f"pp=2,microbatches=4,chunks={chunks},schedule={schedule}"), 0)
+    names = [item.name for item in items if isinstance(item, PlannedRange)]
+    parts = {name[-2] for name in names if re.fullmatch(r"PP:\d+[FBIW]\d", name)}
+
+    assert {"F", "I", "W"} <= parts
 
 
 def test_groups_cover_the_world_once_along_each_axis() -> None:

@@ -24,7 +24,7 @@ from scaletrace.extrapolate.nodework import SMALL_NS, Role, Stretch
 from scaletrace.extrapolate.rewrite.batch import ACTIVATIONS, token_stretch
 from scaletrace.extrapolate.rewrite.state import State, on_weights, passes
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
-from scaletrace.parse.graph import Graph
+from scaletrace.parse.graph import Graph, NodeKind
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.base import Base
@@ -99,6 +99,23 @@ def batch_of(state: State, assemble: Callable[[State], Base], given: bool = Fals
         if inside and shape is not None and shape.work is Work.MATMUL and shape.batch == 1
     }
     return Batch(state, reduce(gcd, rows, 0), "rows of matrix products" if rows else "", assemble)
+
+
+def agreed(state: State) -> State:
+    """The state in which all members of a collective belong to one micro batch, phase and unit: those of its first rank.
+
+    Ranks differ in when a bucket becomes ready, and one that is reduced after the last backward on some of them would
+    be taken apart when micro batches are laid anew.
+    """
+    graph, anatomy = state.graph, state.anatomy
+    nodes = np.flatnonzero((graph.instance >= 0) & (graph.kind != int(NodeKind.RENDEZVOUS)) & ~anatomy.is_message)
+    order = nodes[np.lexsort((nodes, graph.rank[nodes], graph.instance[nodes]))]
+    _, first, member = np.unique(graph.instance[order], return_index=True, return_inverse=True)
+    leader = order[first][member.reshape(-1)]
+    columns = {name: getattr(anatomy, name).copy() for name in ("phase", "unit", "micro_batch")}
+    for column in columns.values():
+        column[order] = column[leader]
+    return replace(state, anatomy=replace(anatomy, **columns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.curve import extrapolate
 from scaletrace.extrapolate.kernels import GPU_FLOOR_S
 from scaletrace.extrapolate.layout import Layout
-from scaletrace.extrapolate.rewrite.batch import resize_micro_batch
+from scaletrace.extrapolate.rewrite.batch import repeat_micro_batches, resize_micro_batch
 from scaletrace.extrapolate.rewrite.state import State
-from scaletrace.extrapolate.strong import Batch, Share, batch_of, retiming_of, told_by_time, with_activations
+from scaletrace.extrapolate.strong import Batch, Share, agreed, batch_of, retiming_of, told_by_time, with_activations
 from scaletrace.parse.build import build
 from scaletrace.parse.graph import GraphGroup, NodeKind
 from scaletrace.parse.load import load
@@ -98,6 +98,22 @@ def test_launch_bound_kernels_keep_their_floor(stateful: Stateful) -> None:
     assert found.dur_ns[kernels].min() >= GPU_FLOOR_S * 1e9
     assert (state.graph.dur_ns[~kernels] - found.dur_ns[~kernels]).max() <= 300 - 300 / 1024 + 1
     assert 50_000 == found.dur_ns[-1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_collectives_are_kept_whole_when_micro_batches_go(stateful: Stateful, count: int) -> None:
+    """One rank reduces its last bucket behind the backward pass, the other within it: still one collective of two ranks,
+    as many in a step of any number of micro batches."""
+    state = stateful(4, 4, 2, reduce_ns=500_000, forward_ns=1_000_000)
+    late = (state.graph.instance == 3) & (state.graph.rank == 1)
+    for name, value in (("phase", 3), ("unit", -1), ("micro_batch", -1)):
+        getattr(state.anatomy, name)[late] = value
+    graph = repeat_micro_batches(agreed(state), count).graph
+    members = [graph.rank[graph.instance == at].tolist() for at in np.unique(graph.instance[graph.instance >= 0])]
+
+    assert 4 * [[0, 0, 1, 1]] == [sorted(each) for each in members]
+    apart = repeat_micro_batches(state, count).graph if count == 2 else None
+    assert apart is None or len(np.unique(apart.instance[apart.instance >= 0])) == 5
 
 
 def test_what_has_no_shape_follows_time_and_is_named(stateful: Stateful) -> None:

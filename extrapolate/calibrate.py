@@ -27,6 +27,8 @@ PRIOR_SD = np.array([0.7, 0.7, 0.3])
 GLOO_PRIOR_SD = np.array([0.7, 0.7, 2.0])
 """gloo's rates depend on the host far more than NCCL's on the fabric, so their prior is only an order of magnitude."""
 ITERATIONS = 60
+LARGEST_HOST = 16
+"""Accelerators of one host at most (DGX-2); the innermost domain of a larger one spans hosts, as in NVL72."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Evidence:
     """One measured transfer: `seconds` from the last arrival to the end; `algorithm` where the kernel's name tells
     (costs.NOT_TREE where it only rules the tree out).
 
-    `size_bytes` is the whole vector, as in costs.collective_seconds; `weight` counts how often it was seen.
+    `per_node` counts the members on one host where that is known. `size_bytes` is the whole vector, as in costs.collective_seconds; `weight` counts how often it was seen.
     """
 
     kind: str
@@ -55,7 +57,8 @@ def calibrate(evidence: Iterable[Evidence], cluster: Cluster) -> Calibration:
             raise InputError(f"evidence needs positive bytes and seconds, got {item.size_bytes} and {item.seconds}")
         if item.kind not in FAMILY or item.ranks < 2:
             continue
-        placed = place(item.ranks, cluster, item.stride, item.per_node)
+        hosts_are_domains = cluster.node_size <= LARGEST_HOST
+        placed = place(item.ranks, cluster, item.stride, item.per_node if hosts_are_domains else None)
         groups[FAMILY[item.kind], placed.top > 0].append((item, placed))
     fits: dict[FitKey, Fit] = {}
     algorithms: dict[tuple[str, bool], str] = {}

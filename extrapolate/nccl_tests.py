@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +41,7 @@ BUS_FACTOR: Mapping[str, Callable[[int], float]] = {
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PROGRAM = re.compile(r"([a-z_]{1,40})_perf(?:_mpi)?(?![a-z])", re.IGNORECASE)
-_DEVICE = re.compile(r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\b")
+_DEVICE = re.compile(r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)")
 _ROW = re.compile(
     r"(?<![\w.])(\d+)\s+(\d+)\s+((?:u?int|char|half|float|double|bfloat|bf|fp|f8)\w*)\s+(\S.*)$", re.IGNORECASE
 )
@@ -60,7 +59,8 @@ class Row:
     """One line of a table: what it measured, and on what it stands.
 
     kind is a value of KINDS, "" where nothing names it, or the program's own name where the cost model has no such
-    collective; listed counts the ranks that the run itself lists, 0 where it doesn't; wrong counts wrong results.
+    collective; listed counts the ranks that the run itself lists and hosts the machines they are on, 0 where it doesn't;
+    wrong counts wrong results.
     """
 
     kind: str
@@ -71,6 +71,7 @@ class Row:
     wrong: float = 0.0
     redop: str = ""
     listed: int = 0
+    hosts: int = 0
     cpu: bool = False
 
 
@@ -94,7 +95,8 @@ def read_nccl_tests(text: str, ranks: int, name: str = "nccl-tests output") -> t
         if reason:
             health.dropped[f"rows of nccl-tests output {reason}"] += 1
         elif row.size_bytes > 0:
-            found.append(Evidence(row.kind, row.size_bytes, ranks, row.time_us * 1e-6))
+            per_node = ranks // row.hosts if row.hosts and row.listed == ranks and ranks % row.hosts == 0 else None
+            found.append(Evidence(row.kind, row.size_bytes, ranks, row.time_us * 1e-6, per_node=per_node))
     if not found:
         raise InputError(_nothing(name, rows, ranks, health))
     return found, health
@@ -183,14 +185,14 @@ def _rows(text: str) -> Iterator[Row]:
 def _table_rows(lines: list[str]) -> Iterator[Row]:
     """Rows of printed tables, with whatever a launcher put before each line and between them."""
     kind, cpu, cut = "", False, False
-    listed: dict[str, set[str]] = {}
+    listed: dict[str, dict[str, str]] = {}
     for line in lines:
         program = _PROGRAM.search(line)
         if program:
             kind = _kind_of(program[1])
         device = _DEVICE.search(line)
         if device:
-            listed.setdefault(device[2] or "0", set()).add(device[1])
+            listed.setdefault(device[2] or "0", {})[device[1]] = device[3]
         elif "minBytes" in line:
             listed, cut = {}, False
         # A list of more ranks than fit its buffer ends in dots.
@@ -199,11 +201,15 @@ def _table_rows(lines: list[str]) -> Iterator[Row]:
             cpu = "cputime" in line
         row = _ROW.search(line)
         if row:
-            sizes = {len(group) for group in listed.values()}
-            yield replace(
-                _table_row(float(row[1]), row[4].split()),
-                kind=kind, cpu=cpu, listed=sizes.pop() if len(sizes) == 1 and not cut else 0,
-            )  # fmt: skip
+            listed_ranks, hosts = (0, 0) if cut else _alike(listed.values())
+            found = _table_row(float(row[1]), row[4].split())
+            yield replace(found, kind=kind, cpu=cpu, listed=listed_ranks, hosts=hosts)
+
+
+def _alike(groups: Iterable[Mapping[str, str]]) -> tuple[int, int]:
+    """Ranks and hosts of each of the groups that run side by side (rank: host), 0 where they differ or none is listed."""
+    shapes = {(len(group), len(set(group.values()))) for group in groups}
+    return shapes.pop() if len(shapes) == 1 else (0, 0)
 
 
 def _table_row(size: float, tokens: list[str]) -> Row:
@@ -263,29 +269,30 @@ def _report_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     arguments, config = document.get("args"), document.get("config")
     program = next((word for word in arguments if "_perf" in str(word)), "") if isinstance(arguments, list) else ""
     devices = config.get("devices") if isinstance(config, Mapping) else None
-    groups = Counter(
-        str(device.get("group"))
-        for device in (devices if isinstance(devices, list) else ())
-        if isinstance(device, Mapping)
-    )
+    groups: dict[str, dict[str, str]] = {}
+    for at, device in enumerate(devices if isinstance(devices, list) else ()):
+        if isinstance(device, Mapping):
+            group = groups.setdefault(str(device.get("group")), {})
+            group[str(device.get("rank", at))] = str(device.get("hostname", ""))
     # Without MPI a report lists its first device only, so that a single one tells nothing.
-    listed = max(groups.values(), default=0)
+    listed, hosts = _alike(groups.values())
     for result in document["results"]:
         if isinstance(result, Mapping):
-            yield _nested_row(result, _kind_of(str(program)), listed if listed > 1 else 0)
+            row = _nested_row(result, _kind_of(str(program)))
+            yield replace(row, listed=listed, hosts=hosts) if listed > 1 else row
 
 
-def _nested_row(result: Mapping[str, Any], kind: str, listed: int) -> Row:
+def _nested_row(result: Mapping[str, Any], kind: str) -> Row:
     """One result of a JSON report: out of place, or in place where that alone was measured."""
     halves = [half for key in ("out_of_place", "in_place") if isinstance(half := result.get(key), Mapping)]
     size, redop = _number(result.get("size")), str(result.get("redop") or "")
     if not halves:
-        return Row(kind, size, redop=redop, listed=listed)
+        return Row(kind, size, redop=redop)
     half = halves[0]
     wrong = _number(half.get("nwrong"))
     return Row(
         kind, size, _number(half.get("time", half.get("cpu_time"))), _number(half.get("alg_bw")),
-        _number(half.get("bus_bw")), wrong if wrong > 0 else 0.0, redop, listed, "cpu_time" in half,
+        _number(half.get("bus_bw")), wrong if wrong > 0 else 0.0, redop, cpu="cpu_time" in half,
     )  # fmt: skip
 
 
@@ -340,5 +347,5 @@ def _flat_rows(found: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         yield Row(
             _kind_of(str(get(values, "name") or "")), _number(get(values, "size")), _number(get(values, "time")),
             _number(get(values, "algbw")), _number(get(values, "busbw")), wrong if wrong > 0 else 0.0,
-            str(get(values, "redop") or ""), int(ranks) if 1 < ranks < math.inf else 0, "cputime" in values,
+            str(get(values, "redop") or ""), int(ranks) if 1 < ranks < math.inf else 0, cpu="cputime" in values,
         )  # fmt: skip

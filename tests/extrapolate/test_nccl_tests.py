@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from scaletrace.errors import InputError, UsageError
+from scaletrace.extrapolate.calibrate import calibrate
+from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.nccl_tests import read_nccl_tests
 
 NEW = """# nccl-tests version 2.18.3 nccl-headers=23003 nccl-library=23003
@@ -227,6 +229,22 @@ def test_a_run_over_other_ranks_than_said_is_refused() -> None:
         _read("# all_reduce_perf\n8388608  2097152  float  sum  -1  112.30  74.70  130.72  0", ranks=16)
     with pytest.raises(UsageError, match="at least 2"):
         _read(NEW + ROWS, ranks=1)
+
+
+def test_the_hosts_of_a_run_say_how_many_ranks_a_node_holds() -> None:
+    """Four of eight GPUs on each of two nodes own half of the NICs, 192 GB/s; in NVL72 two hosts share one domain."""
+    devices = "".join(
+        f"#  Rank {rank:2d} Group  0 Pid   2948 on node-{rank // 4} device {rank % 4:2d} [0000:06:00] H100\n"
+        for rank in range(8)
+    )
+    size, seconds = 1 << 33, (1 << 33) * 7 / 8 / 192e9
+    row = f"{size}  1  float  none  -1  {seconds * 1e6:.0f}  {size / seconds / 1e9:.2f}  192.00  0\n"
+    (piece,), health = read_nccl_tests("# all_gather_perf\n" + devices + row, 8)
+
+    assert (4, {}) == (piece.per_node, dict(health.dropped))
+    hopper, rack = Cluster.load("dgx_h100"), Cluster.load("gb200_nvl72")
+    assert 1.0 == pytest.approx(calibrate([piece], hopper).fits["gather", "", True].wire, rel=0.05)
+    assert 684 / 192 == pytest.approx(calibrate([piece], rack).fits["gather", "", False].wire, rel=0.1)
 
 
 def test_a_list_of_devices_that_was_cut_is_not_counted() -> None:

@@ -161,12 +161,18 @@ def ratio(old: Shape, new: Shape, ceilings: Ceilings, other: Ceilings | None = N
     return seconds(new, other or ceilings) / seconds(old, ceilings)
 
 
+WAITING = frozenset({Work.MATMUL, Work.ATTENTION, Work.NORM, Work.ELEMENTWISE, Work.EMBEDDING})
+"""Kinds whose recorded shape says all that they do, so that time beyond their model can be told from work."""
+
+
 def latency_s(measured_s: float, shape: Shape, ceilings: Ceilings) -> float:
     """The part of a measured time that is neither launch and drain nor work, and that more or less work does not change.
 
     A kernel that takes longer than its model is either slow at its work, which scales, or waits (for memory, for its own
     steps one after the other), which does not. The less work there is beside launch and drain, the more it is the latter.
     """
+    if shape.work not in WAITING:
+        return 0.0
     floor, work_s = ceilings.floor_s, work_seconds(shape, ceilings)
     excess = measured_s - floor - work_s
     return excess * floor / (floor + work_s) if excess > 0 and floor > 0 else 0.0
@@ -284,6 +290,9 @@ def shape_of(name: str, dims_json: str | None, types_json: str | None = None) ->
         return Shape(work, first[2], dims[1][2], first[3], first[0] * first[1], size, queries_per_key=shared)
     if work is Work.EMBEDDING and len(first) == 2 and len(dims) > 1:
         return Shape(work, prod(dims[1]), first[1], element_bytes=size)
+    if work is Work.OPTIMIZER:  # lists of parameters, gradients and moments, each of which is read or written once
+        return Shape(work, sum(prod(one) for one in dims if one), 1.0, element_bytes=size, tensors=1.0)
+    first = max(dims, key=prod) if work is Work.ELEMENTWISE else first  # a small operand is spread over the large one
     if not first:
         return None
     return Shape(work, prod(first[:-1]), first[-1], element_bytes=size, tensors=1.0 + sum(d == first for d in dims))

@@ -36,6 +36,7 @@ class State:
     columns    for each data-parallel column its ranks (of the graph) in order of pipeline stage
     error      relative error that stretched kernels have collected (one sigma, weighted by time)
     routing    where the capture's tokens went, if it has experts
+    exact_bytes  float64[collectives, 2]: bytes in and out before rounding, where they were scaled; may be short
     """
 
     graph: Graph
@@ -48,6 +49,7 @@ class State:
     error: float = 0.0
     health: Health = field(default_factory=Health)
     routing: Routing = UNKNOWN
+    exact_bytes: np.typing.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 2)))
 
     def with_durations(self) -> State:
         """The same with the graph's durations taken from the unrounded ones."""
@@ -107,7 +109,7 @@ def with_latency(graph: Graph, exact_ns: FloatArray, work: NodeWork, ceilings: C
     """The work with what device kernels wait beside launch and work (kernels.latency_s) among what nothing stretches."""
     device = np.array([lane.is_device for lane in graph.lanes] + [False], np.bool_)[graph.lane]
     held = work.held_ns.copy() if len(work.held_ns) else np.zeros(len(graph))
-    for node in np.flatnonzero(device & work.computes).tolist():
+    for node in np.flatnonzero(device & work.computes & ~on_weights(graph)).tolist():
         shape = work.shape[node]
         if shape is not None:
             held[node] += 1e9 * latency_s((exact_ns[node] - held[node]) * 1e-9, shape, ceilings)

@@ -12,10 +12,12 @@ from scaletrace.extrapolate.kernels import (
     anchored,
     ceilings_seen,
     classify,
+    latency_s,
     ratio,
     ratio_error,
     seconds,
     shape_of,
+    work_seconds,
 )
 
 H100 = Ceilings.of(load_device("H100 SXM"))
@@ -59,6 +61,14 @@ def test_names_are_classified(name: str, work: Work) -> None:
          '["c10::BFloat16"]', Shape(Work.ATTENTION, 1024, 1024, 64, 16)),
         ("aten::add", "[[8,64],[8,64],[]]", '["float"]',
          Shape(Work.ELEMENTWISE, 8, 64, element_bytes=4, tensors=3)),
+        ("aten::mul", "[[1],[8,64]]", '["float","float"]', Shape(Work.ELEMENTWISE, 8, 64, element_bytes=4)),
+        ("aten::_fused_adamw_", "[[[8,64],[64]],[[8,64],[64]],[]]", '["float","float"]',
+         Shape(Work.OPTIMIZER, 2 * (8 * 64 + 64), 1, element_bytes=4, tensors=1)),
+        ("aten::matmul", "[[2,8,128,64],[2,8,64,128]]", '["float"]', Shape(Work.MATMUL, 128, 128, 64, 16, 4)),
+        ("aten::_grouped_mm", "[[4096,512],[8,512,2048],[8]]", '["c10::BFloat16"]',
+         Shape(Work.MATMUL, 512, 2048, 512, 8)),
+        ("aten::scaled_dot_product_attention", "[[2,8,1024,64],[2,2,1024,64],[2,2,1024,64]]", '["c10::BFloat16"]',
+         Shape(Work.ATTENTION, 1024, 1024, 64, 16, queries_per_key=4)),
         ("aten::linear", None, None, None),
         ("aten::linear", "not json", None, None),
         ("aten::linear", '["x"]', None, None),
@@ -160,3 +170,33 @@ def test_ceilings_come_from_the_kernels_themselves_where_the_device_is_unknown()
 def test_no_kernel_measured_means_no_ceiling_that_binds() -> None:
     """Without evidence the rates are infinite and the floor is zero."""
     assert Ceilings(float("inf"), float("inf")) == ceilings_seen([], [])
+
+
+def test_deep_products_of_few_tiles_are_cut_along_their_depth() -> None:
+    """144 tiles on 132 multiprocessors take two waves if they are shallow, and little more than one if they are deep."""
+    wide = Ceilings(H100.flops, 1e15, 132)
+    shallow, deep = Shape(Work.MATMUL, 3072, 768, 512), Shape(Work.MATMUL, 3072, 768, 16384)
+
+    assert 2 * 132 / 144 == pytest.approx(work_seconds(shallow, wide) / (shallow.flop / wide.flops))
+    assert work_seconds(deep, wide) / (deep.flop / wide.flops) < 1.15
+
+
+def test_what_a_kernel_waits_is_told_from_what_it_works() -> None:
+    """Time beyond the model is latency where there is little work, work where there is much, and never more than it is."""
+    small, large = Shape(Work.NORM, 8, 64), Shape(Work.NORM, 65536, 8192)
+    much = 2 * seconds(large, H100)
+
+    assert latency_s(10e-6, small, H100) == pytest.approx(8e-6, rel=0.01)
+    assert 0 < latency_s(much, large, H100) < 0.01 * much
+    assert 0 == latency_s(seconds(large, H100) / 2, large, H100) == latency_s(1.0, Shape(Work.COPY, 8, 64), H100)
+    assert anchored(10e-6, small, small.scaled(rows=2), H100, latent_s=8e-6) == pytest.approx(10e-6, rel=0.01)
+
+
+@given(SIZES, st.floats(1e-6, 1), st.sampled_from([0.25, 0.5, 2, 8]))
+def test_a_stretched_time_with_latency_comes_back(m: int, measured_s: float, factor: float) -> None:
+    """Stretching there and back gives the measured time, whatever part of it is latency."""
+    old = Shape(Work.NORM, m, 1024)
+    new, latent_s = old.scaled(rows=factor), latency_s(measured_s, old, H100)
+    there = anchored(measured_s, old, new, H100, latent_s=latent_s)
+
+    assert measured_s == pytest.approx(anchored(there, new, old, H100, latent_s=latent_s), rel=1e-9)

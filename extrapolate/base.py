@@ -245,7 +245,11 @@ def _with_state(measured: _Measured, built: Built, copies: ShardCopies) -> Base:
     """The base of a job whose layout, device or batch changes: by way of a State, which knows what its nodes compute."""
     asked, origin, cluster = measured.asked, measured.origin, measured.cluster
     ceilings = Ceilings.of(origin.cluster.device) if origin.family and origin.family != CPU else None
-    state = open_state(built, measured.measured_layout, Network(cluster, measured.calibration), ceilings)
+    layout = measured.measured_layout
+    if asked.layout is not None and asked.layout.mbs and not measured.footprint.layout.mbs:
+        # No shape tells the micro batch, so what the user says of it is what was measured, not what is wanted.
+        layout = replace(layout, mbs=asked.layout.mbs, seq=asked.layout.seq or 1)
+    state = open_state(built, layout, Network(cluster, measured.calibration), ceilings)
     if asked.layout is not None and _other_axes(asked.layout, measured.measured_layout):
         old = measured.measured_layout
         state = relayout(state, _on_measured_ranks(asked.layout.over(state.layout), old))

@@ -105,8 +105,6 @@ class Footprint:
 def footprint_of(built: Built, graph: Graph, anatomy: Anatomy, layout: Layout, health: Health) -> Footprint:
     """The footprint of a measured job; `graph` is the built one with every group and size known."""
     on_device = any(lane.is_device for lane in graph.lanes) and bool(graph.nodes(NodeKind.KERNEL).any())
-    if not on_device:
-        return Footprint(layout, StateBytes(), on_device=False)
     peaks = [peak for trace in built.job.ranks for peak in measured_peak_bytes(trace.events).values()]
     gradient_bytes, element = gradients_of(graph, anatomy)
     model, size, missing = None, 0.0, ""
@@ -115,13 +113,17 @@ def footprint_of(built: Built, graph: Graph, anatomy: Anatomy, layout: Layout, h
         model, measured, size = infer_model(built, anatomy, layout)
     except InputError as error:
         missing = str(error)
+    if not measured.microbatches:
+        measured = replace(measured, microbatches=max(1, anatomy.micro_batches))
+    if not on_device:
+        return Footprint(measured, StateBytes(), on_device=False)
     weight = element or size or 2.0
     moments = _moments(built.job)
     master = 4.0 if weight < 4.0 and model is not None else 0.0
     health.guessed["optimizer states taken to be fp32, as many as the optimizer's name says"] += 1
     states = StateBytes(weight, element or weight, 4.0 * moments + master, size or weight)
     return Footprint(
-        measured if measured.microbatches else replace(measured, microbatches=max(1, anatomy.micro_batches)),
+        measured,
         states,
         gradient_bytes / element if element else 0.0,
         model,

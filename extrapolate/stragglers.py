@@ -56,7 +56,7 @@ class Noise:
         """Relative residual noise of mean 0 and spread residual_cv; a row for each segment, a column for each rank.
 
         ranks > columns: the columns stand for so many ranks. Of a Pareto tail every row then holds the largest of all of
-        them in one random column, since one such delay outweighs any sum of the others.
+        them in one random column (stratified over rows), since one such delay outweighs any sum of the others.
         """
         if self.tail == "lognormal":
             sigma = np.sqrt(np.log1p(self.residual_cv**2))
@@ -65,7 +65,8 @@ class Noise:
             index = self.tail_index
             raw = rng.pareto(index, shape)
             if ranks > shape[1]:
-                largest = (rng.exponential(size=shape[0]) / ranks) ** (-1 / index) - 1
+                levels = (rng.permutation(shape[0]) + rng.random(shape[0])) / shape[0]
+                largest = (-np.log1p(-levels) / ranks) ** (-1 / index) - 1
                 row, column = np.arange(shape[0]), rng.integers(0, shape[1], shape[0])
                 raw = np.minimum(raw, largest[:, None])
                 raw[row, column] = largest

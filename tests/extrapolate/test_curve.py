@@ -132,6 +132,20 @@ def test_strong_scaling_shrinks_compute_but_not_communication(gathers: Base) -> 
     )
 
 
+def test_samples_that_no_shape_tells_can_be_given() -> None:
+    """A job without shapes whose user says mbs=8: what was measured is meant, so nothing changes at its size, and 64
+    samples go over 64 ranks but not over 128."""
+    built = _fsdp()
+    plain = prepare(built, H100, noise=QUIET)
+    said = prepare(built, H100, noise=QUIET, asked=Layout.parse("mbs=8,fsdp=8"), strong=True)
+
+    assert said.batch is not None and ("samples", 8) == (said.batch.unit, said.batch.samples)
+    assert plain.step_s == said.step_s
+    assert 1 == said.batch.share(64, 64).samples
+    with pytest.raises(UsageError, match="64 samples"):
+        said.batch.share(128, 128)
+
+
 def test_a_base_for_weak_scaling_does_not_pretend_to_be_strong(gathers: Base) -> None:
     """What a batch holds was not found out, so the size is refused."""
     with pytest.raises(UsageError, match="strong=True"):

@@ -22,7 +22,7 @@ from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup,
 
 _CALL = re.compile(r"^(c10d|_c10d_functional)::")
 _WRAPPER = re.compile(r"(^|: )_?(ToTorchTensor|FromTorchTensor|Redistribute|NestedRedistribute)(Backward)?$")
-LANE = "tensor parallel"
+LANE, PREFIX = "tensor parallel", "tp "
 
 
 class Place(NamedTuple):
@@ -93,7 +93,7 @@ def _add(loom: Loom, state: State, place: Place, group: int, ahead: int) -> int:
     columns = {
         "rank": rank,
         "lane": loom.lane(rank, LANE, True),
-        "name": loom.name(f"tp {kind}"),
+        "name": loom.name(PREFIX + kind),
         "instance": instance,
         "step": int(state.graph.step[node]),
         "key": node,
@@ -163,12 +163,13 @@ def _calls(graph: Graph, drop: BoolArray, wrappers: bool) -> BoolArray:
 
 
 def _pruned(graph: Graph) -> Graph:
-    """The graph without collectives, groups, lanes and names that no node uses any more, as far as they come last."""
-    used = graph.instance[graph.instance >= 0]
-    collectives = graph.collectives[: int(used.max(initial=-1)) + 1]
-    groups = graph.groups
+    """The graph without the collectives, groups, lanes and names that only an insertion brought, as far as they come last."""
+    collectives = graph.collectives[: int(graph.instance.max(initial=-1)) + 1]
+    groups, lanes, names = list(graph.groups), list(graph.lanes), list(graph.names)
     while groups and groups[-1].axis == "tp" and all(item.group != len(groups) - 1 for item in collectives):
-        groups = groups[:-1]
-    lanes = graph.lanes[: int(graph.lane.max(initial=-1)) + 1]
-    names = graph.names[: int(graph.name.max(initial=-1)) + 1]
-    return replace(graph, collectives=collectives, groups=groups, lanes=lanes, names=names)
+        groups.pop()
+    while lanes and lanes[-1].name == LANE and not (graph.lane == len(lanes) - 1).any():
+        lanes.pop()
+    while names and names[-1].startswith(PREFIX) and not (graph.name == len(names) - 1).any():
+        names.pop()
+    return replace(graph, collectives=collectives, groups=tuple(groups), lanes=tuple(lanes), names=tuple(names))

@@ -166,9 +166,12 @@ def _moved_bytes(shape: Shape, width: float) -> int:
 
 
 def _spread(state: State, old: int, new: int) -> State:
-    """How many real ranks each rank of the graph stands for."""
+    """How many real ranks each rank of the graph stands for, at least one: a job with fewer ranks than were measured
+    keeps them all, and counts from its real size when it grows again."""
     graph = state.graph
     ranks = np.unique(graph.rank[graph.kind != int(NodeKind.RENDEZVOUS)])
     count = graph.multiplicity if len(graph.multiplicity) == len(ranks) else np.ones(len(ranks), np.int32)
-    spread = np.maximum(1, np.rint(count * new / old)).astype(np.int32)
+    before = state.layout.ranks * old // new
+    factor = state.layout.ranks / int(count.sum()) if count.sum() > before else new / old
+    spread = np.maximum(1, np.rint(count * factor)).astype(np.int32)
     return replace(state, graph=replace(graph, multiplicity=spread))

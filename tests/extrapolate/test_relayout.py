@@ -1,0 +1,142 @@
+"""Layouts reached and left again: the order in which a user writes axes, what composes to what, 1 → k → 1 on captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.estimate import Network
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.relayout import relayout
+from scaletrace.extrapolate.rewrite.batch import resize_micro_batch, without_early_reductions
+from scaletrace.extrapolate.rewrite.select import real_ranks
+from scaletrace.extrapolate.rewrite.sequence import resize_sequence
+from scaletrace.extrapolate.rewrite.stages import pipeline
+from scaletrace.extrapolate.rewrite.state import State, open_state
+from scaletrace.extrapolate.rewrite.tp import tensor
+from scaletrace.parse.build import build
+from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.load import load
+from scaletrace.replay.engine import replay
+
+Stateful = Callable[..., State]
+AXES = {
+    "dp": st.sampled_from([1, 2, 8]),
+    "fsdp": st.sampled_from([1, 4]),
+    "tp": st.sampled_from([2, 4]),
+    "pp": st.sampled_from([1, 2]),
+    "mbs": st.sampled_from([1, 2]),
+    "microbatches": st.sampled_from([4, 8]),
+    "seq": st.sampled_from([512, 2048]),
+    "sp": st.sampled_from([0, 1]),
+    "vocab": st.sampled_from(["whole", "gathered", "loss"]),
+    "recompute": st.sampled_from(["none", "full"]),
+}
+
+
+def same(one: Graph, other: Graph) -> bool:
+    """Equal in every column, edge, collective and group."""
+    columns = ("dur_ns", "release_ns", "kind", "rank", "lane", "name", "step", "instance", "pred_ptr", "pred", "lag_ns",
+               "edge_kind")  # fmt: skip
+    spread = [
+        graph.multiplicity if len(graph.multiplicity) else np.ones(len(real_ranks(graph))) for graph in (one, other)
+    ]
+    return (
+        np.array_equal(*spread)
+        and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
+        and (
+            (one.collectives, one.groups, one.names, one.lanes)
+            == (other.collectives, other.groups, other.names, other.lanes)
+        )
+    )
+
+
+def parts(graph: Graph) -> tuple[int, int, int, int]:
+    """What a graph laid anew has in common with the one it came from, wherever its nodes now stand: (nodes, their time,
+    the replayed step, collectives)."""
+    real = graph.kind != int(NodeKind.RENDEZVOUS)
+    instances = len(set(graph.instance[graph.instance >= 0].tolist()))
+    return int(real.sum()), int(graph.dur_ns.sum()), replay(graph).makespan_ns, instances
+
+
+@settings(deadline=None, max_examples=100)
+@given(values=st.fixed_dictionaries({}, optional=AXES), shuffled=st.randoms(use_true_random=False))
+def test_axes_may_be_written_in_any_order(values: dict[str, object], shuffled: object) -> None:
+    """Whatever the order, the same layout is meant, and it prints in one order."""
+    values.setdefault("tp", 2)
+    written = [f"{axis}={value}" for axis, value in values.items()]
+    mixed = list(written)
+    shuffled.shuffle(mixed)  # type: ignore[attr-defined]
+
+    assert Layout.parse(",".join(written)) == Layout.parse(" ".join(mixed))
+    assert Layout.parse(str(Layout.parse(",".join(mixed)))) == Layout.parse(",".join(written))
+
+
+def test_a_layout_is_its_steps_in_the_stated_order(stateful: Stateful) -> None:
+    """One call does what the single rewrites do one after the other: sizes, tensor, pipeline, data."""
+    state = stateful(4, 1, 2, reduce_ns=1000, forward_ns=10_000_000)
+    by_hand = tensor(resize_sequence(resize_micro_batch(state, 8), 4096), 2)
+    by_hand = replace(by_hand, layout=replace(by_hand.layout, microbatches=4))
+    by_hand = without_early_reductions(pipeline(by_hand, 2, "GPipe"), 1)
+    target = Layout(dp=2, tp=2, pp=2, mbs=8, seq=4096, microbatches=4, schedule="GPipe")
+
+    assert same(by_hand.graph, relayout(state, target).graph)
+
+
+@cache
+def opened(folder: Path, measured: str) -> State:
+    """The state of a recorded gloo job."""
+    return open_state(build(load(folder)), Layout.parse(measured), Network(Cluster.load("gloo_10g")))
+
+
+BITWISE = [
+    ("ddp_w2", "dp=2,mbs=1,seq=8", change)
+    for change in ("tp=2,dp=2", "dp=16", "dp=2,mbs=4", "dp=2,seq=32", "dp=8,tp=2,mbs=2,seq=16")
+] + [
+    ("fsdp2_w2", "fsdp=2,mbs=1,seq=8", change) for change in ("fsdp=2,tp=2", "fsdp=64", "fsdp=8,tp=2", "fsdp=2,mbs=8")
+] + [
+    ("tp_dp_w4", "fsdp=2,tp=2,mbs=1,seq=8", "fsdp=8,tp=4"),
+    ("tp_w4", "tp=4,mbs=1,seq=8", "tp=2"),
+    ("hsdp_w4", "dp=2,fsdp=2,mbs=1,seq=8", "dp=32,fsdp=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("job", "measured", "there"), BITWISE)
+def test_recorded_jobs_come_back_bit_for_bit(shared_data: Path, job: str, measured: str, there: str) -> None:
+    """There and back along tensor, data, batch, sequence and width gives the measured graph, to the nanosecond."""
+    state = opened(shared_data / "gloo" / job, measured)
+    away = relayout(state, Layout.parse(there))
+
+    assert not same(state.graph, away.graph)
+    assert same(state.graph, relayout(away, state.layout).graph)
+
+
+LAID = [
+    ("ddp_w1", "dp=1,mbs=1,seq=8", "pp=2"),
+    ("ddp_w1", "dp=1,mbs=1,seq=8", "dp=1,microbatches=4"),
+    ("pp_1f1b_w1", "mbs=1,seq=2", "pp=4"),
+    ("pp_1f1b_w1", "mbs=1,seq=2", "pp=2,chunks=2"),
+    ("pp_1f1b_w1", "mbs=1,seq=2", "pp=4,schedule=GPipe"),
+]
+
+
+@pytest.mark.parametrize(("job", "measured", "there"), LAID)
+def test_recorded_jobs_come_back_from_pipelines(shared_data: Path, job: str, measured: str, there: str) -> None:
+    """There and back through other stages or more micro batches has the same nodes, time, step and collectives."""
+    state = opened(shared_data / "gloo" / job, measured)
+    home = replace(state.layout, schedule="")
+    once = relayout(
+        state, replace(Layout.parse(there), microbatches=Layout.parse(there).microbatches or home.microbatches)
+    )
+    back = relayout(once, replace(home, schedule="1F1B" if home.pp > 1 else ""))
+
+    assert parts(state.graph) != parts(once.graph)
+    assert parts(state.graph) == parts(back.graph)

@@ -59,6 +59,10 @@ def knee(levels: Sequence[Level], share: float, weak: bool) -> Bend:
     """First size of the grid from which a doubling gives less than `share` of twice the throughput."""
     before: Level | None = None
     for level, doubled in pairwise(levels):
+        if doubled.gpus != 2 * level.gpus:
+            # A size between them does not fit, so what a doubling gives here is not known.
+            before = level
+            continue
         gain = level.step_s / doubled.step_s * (1.0 if weak else 0.5) if doubled.step_s else 1.0
         if gain < share:
             return Bend(level.gpus, before.gpus if before else level.gpus, level.gpus)

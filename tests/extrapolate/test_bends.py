@@ -31,6 +31,13 @@ def test_a_knee_at_the_smallest_size_says_so() -> None:
     assert Bend(64, 64, 64) == knee(_levels(1.0, 2.0, 4.0), 0.8, True)
 
 
+def test_sizes_that_do_not_fit_hide_no_knee() -> None:
+    """From 64 to 256 is no doubling, so nothing is said of it; the next doubling counts."""
+    levels = [Level(64, 1.0, 0.0), Level(256, 3.0, 0.0), Level(512, 4.5, 0.0)]
+
+    assert Bend(256, 64, 256) == knee(levels, 0.8, True)
+
+
 def test_under_strong_scaling_a_doubling_should_halve_the_step() -> None:
     """1 to 0.55 gives 0.91 of double; 0.55 to 0.4 only 0.69."""
     assert Bend(128, 64, 128) == knee(_levels(1.0, 0.55, 0.4), 0.8, False)

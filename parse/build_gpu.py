@@ -19,7 +19,7 @@ from scaletrace.parse.health import Health
 from scaletrace.parse.host import Call, Calls, Spans, spans_of
 from scaletrace.parse.kernels import default_rules
 from scaletrace.parse.links import launch_of, stream_of_sync
-from scaletrace.parse.occupancy import filling_blocks, grid_blocks
+from scaletrace.parse.occupancy import device_from, filling_blocks, grid_blocks
 from scaletrace.parse.streams import Kernels
 from scaletrace.parse.syncs import EXPLAINED, SyncEdges
 
@@ -113,7 +113,7 @@ def find_kernels(
     gpu, call, is_comm, start = gpu[order], call[order], is_comm[order], start[order]
     _, stream = np.unique(events.lane[gpu], return_inverse=True)
     ptr, by_call = group_by((call + 1).astype(np.int32), len(calls) + 1)
-    dim = grid_blocks(events)[gpu]
+    dim, device = grid_blocks(events)[gpu], device_from(events, gpu, properties)
     kernels = Kernels(
         row=gpu.astype(np.int32),
         stream=stream.astype(np.int32),
@@ -126,7 +126,8 @@ def find_kernels(
         ptr=ptr[1:],
         order=by_call,
         stream_count=int(stream.max()) + 1 if len(stream) else 0,
-        fill=filling_blocks(events, gpu, properties),
+        fill=filling_blocks(events, gpu, device),
+        processors=device.processors,
     )
     _count_links(calls, kernels, health)
     return kernels, shift

@@ -57,15 +57,16 @@ def _tight_ends(
 
 @jit
 def _occupants(
-    late: Int32Array, start: IntArray, end: IntArray, stream: Int32Array, blocks: Int32Array, fill: Int32Array
+    late: Int32Array, start: IntArray, end: IntArray, stream: Int32Array, blocks: Int32Array, every: int
 ) -> Int32Array:
-    """For each late kernel the full-GPU kernel of another stream whose tail lies closest to its start."""
+    """For each late kernel the kernel of another stream, with a block on every processor, whose tail lies closest to its
+    start: with that evidence it need not fill the device to have left no room."""
     best = np.full(len(late), -1, np.int32)
     for i in range(len(late)):
         k, closest = late[i], np.int64(0)
         for p in range(k - 1, max(-1, k - LOOK_BACK - 1), -1):
             dur, after = end[p] - start[p], start[k] - end[p]
-            if stream[p] == stream[k] or blocks[p] < fill[p] or dur <= 50_000:
+            if stream[p] == stream[k] or blocks[p] < every or dur <= 50_000:
                 continue
             if -max(60_000, dur // 4) <= after <= 10_000 and (best[i] < 0 or abs(after) < closest):
                 best[i], closest = p, abs(after)
@@ -92,7 +93,7 @@ def add_occupancy(draft: Draft, gpu: RankGpu, residual: IntArray) -> int:
     """Edges from a full-GPU kernel that kept a ready kernel of another stream from starting; returns their number."""
     kernels = gpu.kernels
     late = np.flatnonzero(residual[gpu.node_in] > TIGHT_NS).astype(np.int32)
-    best = _occupants(late, kernels.start_ns, kernels.end_ns, kernels.stream, kernels.blocks, kernels.fill)
+    best = _occupants(late, kernels.start_ns, kernels.end_ns, kernels.stream, kernels.blocks, kernels.processors)
     found = best >= 0
     if found.any():
         draft.contradict(EdgeSource.OCCUPANCY, int(found.sum()), 0)

@@ -83,24 +83,22 @@ def _product(events: Events, key: str) -> IntArray:
     return np.array([product[int(code)] for code in used], np.int64)[inverse] if len(codes) else np.zeros(0, np.int64)
 
 
-def filling_blocks(events: Events, rows: IntArray, properties: Any) -> Int32Array:
+def device_from(events: Events, rows: IntArray, properties: Any) -> Device:
+    """The device that the records `rows` ran on, by its properties, else by recorded ratios, else the default one."""
+    found = device_of(properties) or _from_ratio(events, rows, grid_blocks(events)[rows])
+    return Device(UNKNOWN_DEVICE_BLOCKS, blocks=1) if found is None else found
+
+
+def filling_blocks(events: Events, rows: IntArray, device: Device) -> Int32Array:
     """For each of the device records `rows` how many thread blocks of its shape fill the device, int32[len(rows)]."""
-    blocks = grid_blocks(events)[rows]
-    device = device_of(properties) or _from_ratio(events, rows, blocks)
-    if device is None:
-        return np.full(len(rows), UNKNOWN_DEVICE_BLOCKS, np.int32)
     threads = _product(events, "block")[rows]
     warps = -(-threads // WARP)
     most = np.full(len(rows), device.blocks, np.int64)
-    registers = (
-        -(-np.maximum(events.ints("registers per thread", 0)[rows], 0) * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
-    )
+    registers = -(-np.maximum(events.ints("registers per thread", 0)[rows], 0) * WARP // _REGISTER_UNIT)
+    registers *= _REGISTER_UNIT * warps
     shared = np.maximum(events.ints("shared memory", 0)[rows], 0) + device.reserved_bytes
-    for limit, need in (
-        (device.threads, warps * WARP),
-        (device.registers, registers * warps),
-        (device.shared_bytes, shared),
-    ):
+    limits = ((device.threads, warps * WARP), (device.registers, registers), (device.shared_bytes, shared))
+    for limit, need in limits:
         if limit:
             most = np.where(need > 0, np.minimum(most, limit // np.maximum(need, 1)), most)
     resident = np.where(threads > 0, np.maximum(most, 1), 1)

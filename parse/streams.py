@@ -40,6 +40,7 @@ class Kernels:
     call         int32: index into Calls of the launch, -1 where it is not in the trace
     ptr, order   CSR from call to its kernels in order of start
     blocks, fill int32: thread blocks of the grid (0 unknown), and how many of its shape fill the device
+    processors   how many blocks put one on every processor of the device
     """
 
     row: Int32Array
@@ -54,6 +55,7 @@ class Kernels:
     order: IntArray
     stream_count: int
     fill: Int32Array
+    processors: int
 
     def __len__(self) -> int:
         return len(self.row)

@@ -10,7 +10,7 @@ import pytest
 
 from scaletrace.parse.events import Events
 from scaletrace.parse.graph import NodeKind
-from scaletrace.parse.occupancy import Device, device_of, filling_blocks, grid_blocks
+from scaletrace.parse.occupancy import Device, device_from, device_of, filling_blocks, grid_blocks
 from scaletrace.replay.engine import replay
 from tests.parse.traces import built_of, call, job_of, kernel
 
@@ -45,7 +45,7 @@ def test_blocks_that_fill_a_known_device(tmp_path: Path, args: dict[str, Any], b
     events = _events(tmp_path, grid=[500, 1, 1], **args)
     rows = np.flatnonzero(events.in_cats("kernel"))
 
-    assert [blocks] == filling_blocks(events, rows, [V100]).tolist()
+    assert [blocks] == filling_blocks(events, rows, device_from(events, rows, [V100])).tolist()
 
 
 def test_processors_follow_from_the_recorded_ratio(tmp_path: Path) -> None:
@@ -53,14 +53,16 @@ def test_processors_follow_from_the_recorded_ratio(tmp_path: Path) -> None:
     events = _events(tmp_path, grid=[264, 1, 1], **{"blocks per SM": 2.0})
     rows = np.flatnonzero(events.in_cats("kernel"))
 
-    assert [132] == filling_blocks(events, rows, None).tolist()
+    assert [132] == filling_blocks(events, rows, device_from(events, rows, None)).tolist()
 
 
 def test_unknown_device_takes_the_default(tmp_path: Path) -> None:
     """Where the trace says nothing, 80 blocks fill it."""
     events = _events(tmp_path)
 
-    assert [80] == filling_blocks(events, np.flatnonzero(events.in_cats("kernel")), None).tolist()
+    rows = np.flatnonzero(events.in_cats("kernel"))
+
+    assert [80] == filling_blocks(events, rows, device_from(events, rows, None)).tolist()
 
 
 def test_grid_is_the_product_of_its_sides(tmp_path: Path) -> None:

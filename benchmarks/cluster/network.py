@@ -59,6 +59,11 @@ class Network:
         self.spec = spec
 
     def __enter__(self) -> Self:
+        if subprocess.run(["ip", "link", "show", "tsbr0"], check=False, capture_output=True).returncode == 0:
+            raise RuntimeError(
+                "the bridge tsbr0 is there: wait for the other emulated cluster, or remove what a killed one left "
+                "(ip link del tsbr0; ip -all netns del)"
+            )
         try:
             self._up()
         except BaseException:

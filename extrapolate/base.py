@@ -32,7 +32,7 @@ from scaletrace.extrapolate.rewrite.device import move
 from scaletrace.extrapolate.rewrite.replicas import replicate
 from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks
 from scaletrace.extrapolate.rewrite.state import State, open_state
-from scaletrace.extrapolate.shards import ShardCopies, shard_copies
+from scaletrace.extrapolate.shards import ShardCopies, shard_copies, units_of
 from scaletrace.extrapolate.stragglers import PRIOR_NOISE, Folded, Noise, fold
 from scaletrace.extrapolate.strong import Batch, Retiming, agreed, batch_of, retiming_of
 from scaletrace.extrapolate.transfers import (
@@ -377,7 +377,7 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
         flop_per_step=flop * work if flop else None,
         rebuilt=_rebuilt(measured, layout, error),
         model_error=error,
-        units=asked.units,
+        units=asked.units or units_of(measured.job),
         retiming=marks.retiming,
         health=health,
     )

@@ -163,7 +163,7 @@ def extrapolate(
     noise             overrides what the trace tells of jitter and slow ranks
     overlap_slowdown  overrides what the trace tells of compute beside collectives (0.2 = 20 % slower)
     nics              how many of a node's NICs one group drives at most
-    units             parameter shapes of each FSDP unit, for exact padding
+    units             parameter shapes of each FSDP unit, for exact padding; default: as the scatters' shapes tell
     bucket_bytes      gradient buckets of DDP of at most this size, instead of the measured ones
     prices            money per GPU-hour by device, for what a million tokens cost
     Raises UsageError for sizes or layouts that don't fit, InputError where the trace holds nothing to build on.

@@ -6,17 +6,22 @@ whole unit with its padding. The kernels have no names of their own, so they are
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from scaletrace.extrapolate.compute import compute_nodes
+from scaletrace.extrapolate.rewrite.data import Shape
 from scaletrace.extrapolate.segments import causes
 from scaletrace.parse.build import Built
 from scaletrace.parse.events import BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import Graph
+from scaletrace.parse.job import Job
 
+SCATTERED = "fsdp::chunk_cat"
+"""The operator that lays a unit's gradients out for their scatter; its first operand is the list of all of them."""
 INTO = ("fsdp::all_gather_copy_in", "FSDP::all_gather_copy_in")
 WHOLE = ("fsdp::split_with_sizes_copy", "FSDP::all_gather_copy_out", "fsdp::chunk_cat")
 
@@ -67,6 +72,38 @@ def shard_copies(built: Built) -> ShardCopies:
         return ShardCopies(into, whole)
     compute, cause = compute_nodes(graph), causes(graph)
     return ShardCopies(compute & into[cause], compute & whole[cause])
+
+
+def units_of(job: Job) -> tuple[tuple[Shape, ...], ...]:
+    """Shapes of the parameters of each FSDP2 unit, unsharded, as the scatter of their gradients shows them.
+
+    Padding to a multiple of the ranks goes by parameter, so it can't be told from the bytes of a gather. Empty where
+    the trace has no shapes (record_shapes=True) or no such operator.
+    """
+    found: dict[tuple[Shape, ...], None] = {}
+    for trace in job.ranks:
+        events = trace.events
+        wanted = [code for code, text in enumerate(events.strings) if text == SCATTERED]
+        dims = events.texts("Input Dims")[np.isin(events.name, wanted)]
+        for code in np.unique(dims[dims >= 0]).tolist():
+            shapes = _first_list(events.strings[code])
+            if shapes:
+                found.setdefault(shapes)
+    return tuple(found)
+
+
+def _first_list(text: str) -> tuple[Shape, ...]:
+    """The first operand of "Input Dims" where that is a list of tensors, () where it is anything else."""
+    try:
+        entries = json.loads(text)
+    except ValueError:
+        return ()
+    first = entries[0] if isinstance(entries, list) and entries else None
+    if not isinstance(first, list) or not all(isinstance(each, list) and each for each in first):
+        return ()
+    if not all(isinstance(size, int) for each in first for size in each):
+        return ()
+    return tuple(tuple(each) for each in first)
 
 
 def _inside(events: Events, rows: IntArray, names: tuple[str, ...]) -> BoolArray:

@@ -11,7 +11,8 @@ import pytest
 from scaletrace.extrapolate.base import prepare
 from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.point import FLOOR_NS, Options, stretch
-from scaletrace.extrapolate.shards import shard_copies
+from scaletrace.extrapolate.rewrite.data import sharded_elements
+from scaletrace.extrapolate.shards import _first_list, shard_copies, units_of
 from scaletrace.parse.build import build
 from scaletrace.parse.load import load
 from tests.parse.traces import call, kernel, op, write
@@ -68,6 +69,28 @@ def test_there_and_back_by_rows_of_events(samples: Path) -> None:
     assert np.array_equal(found.into, find(built.graph).into) and np.array_equal(found.whole, find(built.graph).whole)
     blank = replace(built.graph, event=np.full(len(built.graph), -1, np.int32))
     assert not find(blank).into.any()
+
+
+def test_units_are_read_from_the_scatters_and_pad_every_gather(samples: Path) -> None:
+    """The FSDP2 sample has a unit of four matrices and one of an embedding; over 1,024 ranks each parameter's first
+    dimension is padded to 1,024, to the byte, and copies out of the gather grow with it."""
+    built = build(load(samples / "fsdp2_w2"))
+    units = units_of(built.job)
+    base = prepare(built)
+    done = stretch(base, 1024, Options())[1]
+    gathers = {item.bytes_out for item in done.graph.collectives if item.kind == "all_gather"}
+    whole = np.flatnonzero(base.copies.whole & (base.spread_ns > 50_000))
+
+    assert {((256, 192),), ((576, 192), (192, 192), (768, 192), (192, 768))} == set(units)
+    assert {4 * sharded_elements(unit, 1024) for unit in units} == gathers
+    assert (done.plain_ns[whole] > 1.5 * base.spread_ns[whole]).all()
+    assert () == units_of(load(samples / "ddp_w2"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[1]", "[[]]", "[[2,3]]", '["x"]', "[[[]]]", '[[["a"]]]', "{}"])
+def test_what_is_no_list_of_tensors_is_no_unit(text: str) -> None:
+    """Damaged or foreign shapes claim nothing."""
+    assert () == _first_list(text)
 
 
 def test_marks_follow_nodes() -> None:

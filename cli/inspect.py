@@ -71,8 +71,20 @@ def describe(job: Job) -> dict[str, Any]:
         "clocks": {str(rank): _clock(clock) for rank, clock in job.clocks.items()},
         "clock_residual_ns": _median(job.residual_ns),
         "layers": makeup(job).to_json(),
+        "memory": _memory(job),
         "stragglers": _stragglers(job),
     }
+
+
+def _memory(job: Job) -> dict[str, Any]:
+    """The fullest rank: what its shapes say it needs, and what its memory events say it took."""
+    from scaletrace.extrapolate.traced_memory import traced_memory
+
+    found = [(traced_memory(trace), trace.rank) for trace in job.ranks]
+    if not found:
+        return {}
+    fullest, rank = max(found, key=lambda pair: (pair[0].measured, pair[0].predicted))
+    return {"rank": rank, **fullest.to_json()}
 
 
 def _stragglers(job: Job) -> list[dict[str, Any]]:
@@ -214,6 +226,11 @@ def show(answer: dict[str, Any]) -> None:
             out.print(table)
     if answer["layers"]["why_not"]:
         out.print(f"layers   none found: {answer['layers']['why_not']}")
+    memory = answer["memory"]
+    if memory.get("measured_bytes"):
+        of = f" ({memory['measured_of']})" if memory["measured_of"] != "device" else ""
+        told = f"; from shapes {_bytes(memory['predicted_bytes'])}" if memory["predicted_bytes"] else ""
+        out.print(f"memory   peak {_bytes(memory['measured_bytes'])} measured on rank {memory['rank']}{of}{told}")
     health = _health_table(answer)
     if health.row_count:
         out.print(health)

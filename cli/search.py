@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.estimate import Fit
     from scaletrace.extrapolate.layout import Layout
+    from scaletrace.extrapolate.memory import StateBytes
     from scaletrace.extrapolate.workload import Workload
     from scaletrace.parse.build import Built
 
@@ -63,7 +64,15 @@ def search(
             limit,
             micro_batches=job.micro_batches,
         )
-        found = find(work, Network(job.machine), space, best=best, fit=job.fit)
+        found = find(
+            work,
+            Network(job.machine),
+            space,
+            best=best,
+            fit=job.fit,
+            states=job.states,
+            memory_factor=job.memory_factor,
+        )
         parts = found.to_json_parts()
         _confirm(job, parts, confirm)
         source = {"cluster": job.machine.name, "model": work.model.name, "compute": work.provenance}
@@ -94,6 +103,8 @@ class _Job:
     built: Built | None = None
     measured: Layout | None = None
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    states: StateBytes | None = None
+    memory_factor: float = 1.0
 
 
 def _job(path: str, cluster: str, layout: str) -> _Job:
@@ -117,8 +128,10 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     from scaletrace.extrapolate.base import guess_cluster
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.estimate import PLAIN, Network
-    from scaletrace.extrapolate.fit import fit_to, for_cluster, tell
+    from scaletrace.extrapolate.fit import fit_to, for_cluster, measured_memory, tell
     from scaletrace.extrapolate.layout import Layout, measured_layout
+    from scaletrace.extrapolate.memory import StateBytes
+    from scaletrace.extrapolate.traced_memory import fused_attention
     from scaletrace.extrapolate.workload import from_job
     from scaletrace.parse.build import build
 
@@ -138,7 +151,11 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     mbs = anchor.layout.mbs if anchor else 1
     tried = tuple(sorted({1, 2, 4, 8, mbs}))
     per_gpu = samples * measured.data_ranks / measured.ranks
-    return _Job(work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried)
+    states = StateBytes.of(work.element_bytes, fused=fused_attention(job))
+    peak, factor = measured_memory(work, built, states)
+    if peak:
+        work.health.note(f"Measured peak of memory {peak / 1e9:.3g} GB; the model's is multiplied by {factor:.3g}.")
+    return _Job(work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried, states, factor)
 
 
 def _confirm(job: _Job, parts: dict[str, Any], most: int) -> None:

@@ -253,7 +253,7 @@ def estimate(
     work: Workload, layout: Layout, network: Network, states: StateBytes | None = None, fit: Fit = PLAIN
 ) -> Estimate:
     """Step of a layout that says mbs, microbatches and seq; memory is counted apart (memory.peak_memory)."""
-    states = states or StateBytes(activation=work.element_bytes, weight=work.element_bytes)
+    states = states or StateBytes.of(work.element_bytes)
     micro = _micro(work, layout, network, fit)
     m = layout.microbatches
     comm, ends = (fit.data * part for part in data_s(work, layout, network, states, fit))

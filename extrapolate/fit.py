@@ -15,7 +15,7 @@ from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.estimate import Fit, Network, bubble_parts_s, data_s, estimate, room_s
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
-from scaletrace.extrapolate.memory import StateBytes
+from scaletrace.extrapolate.memory import StateBytes, measured_peak_bytes, peak_memory
 from scaletrace.extrapolate.nodework import node_work
 from scaletrace.extrapolate.steps import shares, step_times_ns
 from scaletrace.extrapolate.workload import Workload
@@ -80,7 +80,7 @@ def factors(
 
     calls: collectives that reduce gradients, over all pipeline stages; 0 = one a layer.  held: as in Fit
     """
-    states = StateBytes(activation=work.element_bytes, weight=work.element_bytes)
+    states = StateBytes.of(work.element_bytes)
     plain = estimate(work, layout, network, states)
     unfitted = plain.step_s / step_s - 1
     layers = plain.terms.compute + plain.terms.head + plain.terms.recompute
@@ -134,6 +134,15 @@ def _data_factor(
     ends = min(ends, comm)
     hidden = exposed_s / ends if ends > 0 else 0.0
     return hidden if ends > 0 and hidden * (comm - ends) <= room else (exposed_s + room) / comm
+
+
+def measured_memory(work: Workload, built: Built, states: StateBytes) -> tuple[int, float]:
+    """(measured peak of the fullest rank, what it makes of the memory model); (0, 1.0) without memory events of a device."""
+    peaks = [max(measured_peak_bytes(trace.events).values(), default=0) for trace in built.job.ranks]
+    if work.anchor is None or not max(peaks, default=0):
+        return 0, 1.0
+    layout = work.anchor.layout if work.anchor.layout.microbatches else replace(work.anchor.layout, microbatches=1)
+    return max(peaks), max(peaks) / peak_memory(work.model, layout, states).total
 
 
 def for_cluster(fit: Fit, same: bool) -> Fit:

@@ -38,7 +38,8 @@ def by_one_block(events: Events, passes: list[Pass]) -> Found | None:
                 return None
             unit[rows] = _block(mine, sums[name])
         units.append(unit)
-    return Found(units, *framed(1, ("layer 0",), ("layer",)), ONE_ATTENTION) if units else None
+    seen = any(len(one.forward) for one in passes)
+    return Found(units, *framed(1, ("layer 0",), ("layer",)), ONE_ATTENTION) if seen else None
 
 
 def _batches(one: Pass) -> list[IntArray]:

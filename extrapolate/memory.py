@@ -32,12 +32,20 @@ class StateBytes:
     weight     parameters in the type of the compute, gradient what is accumulated
     optimizer  moments and the fp32 master copy together
     activation type of the activations
+    fused      attention keeps no scores; an unfused one keeps them, their softmax and a dropout mask
     """
 
     weight: float = 2.0
     gradient: float = 4.0
     optimizer: float = 12.0
     activation: float = 2.0
+    fused: bool = True
+
+    @staticmethod
+    def of(element_bytes: float, fused: bool = True) -> StateBytes:
+        """For a job that computes in this type: in single precision there is no second copy of the weights."""
+        master = 12.0 if element_bytes < 4 else 8.0
+        return StateBytes(weight=element_bytes, activation=element_bytes, optimizer=master, fused=fused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,10 @@ class Memory:
     def total(self) -> float:
         return float(sum(getattr(self, name) for name in self.__slots__))
 
+    def scaled(self, factor: float) -> Memory:
+        """All of it multiplied: what a measured peak makes of the model's."""
+        return Memory(**{name: getattr(self, name) * factor for name in self.__slots__})
+
 
 def alive(program: Program) -> tuple[int, ...]:
     """Largest number of (chunk, micro batch) whose activations each rank holds at once."""
@@ -74,11 +86,13 @@ def alive(program: Program) -> tuple[int, ...]:
     return tuple(out)
 
 
-def layer_activation_bytes(model: Model, layout: Layout, tokens: float, seq: float, bytes_each: float = 2.0) -> float:
+def layer_activation_bytes(
+    model: Model, layout: Layout, tokens: float, seq: float, bytes_each: float = 2.0, fused: bool = True
+) -> float:
     """What one layer keeps for its backward pass, for `tokens` tokens of one rank in sequences of `seq`.
 
-    With "full" checkpointing only the layer's input stays. Attention is taken to be fused (no scores kept); without
-    fusion "selective" checkpointing gives the same.
+    With "full" checkpointing only the layer's input stays. Fused attention keeps no scores; without fusion they stay
+    (5 a s² b in 2205.05198), unless "selective" checkpointing makes them again.
     """
     h, kv, width = model.hidden, model.kv_width, model.mlp_width
     split = layout.tp if layout.sp else 1
@@ -89,7 +103,11 @@ def layer_activation_bytes(model: Model, layout: Layout, tokens: float, seq: flo
     hidden_tensors = 2 if model.mlp_matrices == 2 else 4
     active = model.experts_per_token
     parted = 2 * h + 2 * kv + active * hidden_tensors * width  # query, key, value, attention output; MLP
-    return tokens * bytes_each * (whole / split + parted / layout.tp)
+    kept = tokens * bytes_each * (whole / split + parted / layout.tp)
+    if fused or layout.recompute == "selective":
+        return kept
+    scores = 2 * bytes_each + (1.0 if model.family == "gpt" else 0.0)
+    return kept + tokens * model.heads / layout.tp * seq * scores
 
 
 def rank_parameters(model: Model, layout: Layout, rank: int = 0) -> float:
@@ -124,12 +142,12 @@ def rank_memory(
     of_weights = layout.shards if sharded else 1
     of_gradients = layout.shards if sharded or (layout.zero >= 2 and layout.pp == 1) else 1
     tokens = layout.mbs * layout.seq / layout.cp
-    layer = layer_activation_bytes(model, layout, tokens, layout.seq, states.activation)
+    layer = layer_activation_bytes(model, layout, tokens, layout.seq, states.activation, states.fused)
     layers = model.layers / layout.stages
     working = 0.0
     if layout.recompute == "full":
         working = layer_activation_bytes(
-            model, replace(layout, recompute="none"), tokens, layout.seq, states.activation
+            model, replace(layout, recompute="none"), tokens, layout.seq, states.activation, states.fused
         )
     logits = tokens * model.vocab / layout.tp * (states.activation * 2 + 4) if rank == layout.pp - 1 else 0.0
     unit = model.layer_parameters / layout.tp / (layout.ep if model.experts > 1 else 1)

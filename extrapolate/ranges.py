@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scaletrace.extrapolate.repeats import ALIKE, SAME, STACK
+from scaletrace.extrapolate.repeats import ALIKE, SAME, STACK, same_length
 from scaletrace.parse.events import Events, Int32Array, IntArray
 from scaletrace.parse.job import Step
 
@@ -119,7 +119,7 @@ def named_layers(ranges: Sequence[Range], tokens: Int32Array, batch: Int32Array)
             break
     else:
         return None
-    kinds = _kinds(chosen, stems, bags)
+    kinds = _kinds(ranges, chosen, stems, bags)
     names = [ranges[at].name for at in chosen]
     distinct = len(set(names)) == len(names)
     units = names if distinct else [f"{plain(stems[at])} {i}" for i, at in enumerate(chosen)]
@@ -197,13 +197,17 @@ def _with_kin(
     return out
 
 
-def _kinds(chosen: Sequence[int], stems: dict[int, str], bags: dict[int, npt.NDArray[np.float64]]) -> list[str]:
+def _kinds(
+    ranges: Sequence[Range], chosen: Sequence[int], stems: dict[int, str], bags: dict[int, npt.NDArray[np.float64]]
+) -> list[str]:
     """The kind of each layer: its name without number, told apart where layers of one name hold different things."""
     heads: list[tuple[str, int]] = []
     found = []
+    length = {at: ranges[at].last - ranges[at].first for at in chosen}
     for at in chosen:
         for number, (name, head) in enumerate(heads):
-            if name == stems[at] and float(bags[at] @ bags[head]) >= SAME:
+            fits = same_length(np.array([length[head]], np.int64), length[at])[0]
+            if name == stems[at] and fits and float(bags[at] @ bags[head]) >= SAME:
                 found.append(number)
                 break
         else:

@@ -24,7 +24,8 @@ norm and a sum, which is 0.2 to 0.4."""
 AROUND_CORE = 0.25
 """The same between two attentions, which can't be halves: a dense layer and one with many experts share that alone."""
 SAME = 0.8
-"""Layers this similar are of one kind."""
+"""Layers this similar are of one kind, unless one is longer by the factor LONGER."""
+LONGER = 1.5
 COVERED = 0.75
 """Anchors that explain this much of what the best one explains are as good: some explain the ends along with the layers."""
 STACK = 0.5
@@ -207,7 +208,7 @@ def _cut(sequence: _Sequence, anchor: _Candidate) -> Stack | None:
     starts, stops = np.array(first, np.int64), np.array(last, np.int64)
     total = np.append(0.0, np.cumsum(sequence.weight))
     held = float((total[stops] - total[starts]).sum())
-    kinds = _kinds(sequence.roots(starts, stops))
+    kinds = _kinds(sequence.roots(starts, stops), stops - starts)
     _, runs = np.unique(run, return_inverse=True)
     return Stack(starts, stops, kinds, runs.astype(np.int32), held / max(float(total[-1]), 1e-12))
 
@@ -263,18 +264,23 @@ def extent(one: Int32Array, other: Int32Array) -> tuple[int, int]:
     return at, best
 
 
-def _kinds(roots: FloatArray) -> Int32Array:
-    """Number of each layer's kind, by likeness to the first layer of the kind."""
+def _kinds(roots: FloatArray, length: IntArray) -> Int32Array:
+    """Number of each layer's kind, by likeness to the first layer of the kind and by length."""
     heads: list[int] = []
     out = np.zeros(len(roots), np.int32)
     for at in range(len(roots)):
-        likeness = roots[heads] @ roots[at] if heads else np.zeros(0)
+        likeness = roots[heads] @ roots[at] * (same_length(length[heads], length[at])) if heads else np.zeros(0)
         if len(heads) and likeness.max() >= SAME:
             out[at] = int(likeness.argmax())
         else:
             out[at] = len(heads)
             heads.append(at)
     return out
+
+
+def same_length(one: IntArray, other: int) -> BoolArray:
+    """Whether lengths are within a half of each other; what holds the same things more often is another kind."""
+    return np.asarray((one <= LONGER * other) & (other <= LONGER * one), np.bool_)
 
 
 def alike(one: Int32Array, other: Int32Array) -> float:

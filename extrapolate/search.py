@@ -159,14 +159,24 @@ def _pipelines(work: Workload, space: Space, base: Layout, m: int) -> Iterator[L
 
 
 def search(
-    work: Workload, network: Network, space: Space, *, best: int = 10, exhaustive: bool = False, fit: Fit = PLAIN
+    work: Workload,
+    network: Network,
+    space: Space,
+    *,
+    best: int = 10,
+    exhaustive: bool = False,
+    fit: Fit = PLAIN,
+    states: StateBytes | None = None,
+    memory_factor: float = 1.0,
 ) -> Found:
     """The fastest layouts that fit. `exhaustive` costs every candidate, to check that pruning loses nothing.
 
-    fit: what a measured step makes of the estimate (fit.fit_to)
+    fit            what a measured step makes of the estimate (fit.fit_to)
+    states         bytes of what training keeps; default: by the type of the compute
+    memory_factor  what a measured peak makes of the memory model
     Raises UsageError where nothing fits, saying what was in the way.
     """
-    states = StateBytes(activation=work.element_bytes, weight=work.element_bytes)
+    states = states or StateBytes.of(work.element_bytes)
     bounded = [(0.0 if exhaustive else lower_bound_s(work, layout, fit), layout) for layout in candidates(work, space)]
     bounded.sort(key=lambda pair: pair[0])
     discarded: Counter[str] = Counter()
@@ -182,7 +192,7 @@ def search(
         if not exhaustive and len(kept) == best and found.step_s >= kept[-1].step_s:
             discarded["slower than the best"] += 1
             continue
-        memory = peak_memory(work.model, layout, states)
+        memory = peak_memory(work.model, layout, states).scaled(memory_factor)
         if memory.total > space.memory_bytes:
             discarded["more memory than there is"] += 1
             if too_large is None or (found.step_s, str(layout)) < (too_large.step_s, str(too_large.layout)):

@@ -12,6 +12,7 @@ from rich.text import Text
 from scaletrace.view import units
 
 Document = Mapping[str, Any]
+WIDTH = 80
 _DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 _SCHEDULES = {"Interleaved1F1B": "interleaved", "ZBVZeroBubble": "ZBV", "InterleavedZeroBubble": "interleaved ZB"}
 
@@ -49,13 +50,6 @@ def search_tables(doc: Document) -> list[RenderableType]:
     return out + [Text(f"note: {units.clean(note, 600)}", style="yellow") for note in doc["health"].get("notes") or ()]
 
 
-def _table(*columns: tuple[str, bool]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name, right in columns:
-        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
-    return table
-
-
 def degrees(layout: Document) -> str:
     """The axes that multiply ranks, with what goes with them: fsdp=64,tp=8 sp,pp=4."""
     words = [f"{axis}={layout[axis]}" for axis in _DEGREES if layout.get(axis, 1) != 1]
@@ -81,7 +75,7 @@ def _fastest(rows: Sequence[Document]) -> Table:
     columns += [("schedule", False)] if piped else []
     columns += [("recompute", False)] if again else []
     columns += [("step", True)] + ([("rewritten", True)] if confirmed else []) + [("memory", True)]
-    table = _table(*columns)
+    lines = []
     for number, row in enumerate(rows, 1):
         layout = row["layout"]
         cells = [str(number), degrees(layout), f"{layout.get('mbs', 1)}×{layout.get('microbatches', 1)}"]
@@ -90,12 +84,20 @@ def _fastest(rows: Sequence[Document]) -> Table:
         cells += [units.seconds(row["step_time_s"])]
         cells += [units.seconds(row.get("rewritten_step_time_s"))] if confirmed else []
         cells += [units.size(row["memory_bytes"])]
+        lines.append(cells)
+    taken = [max(len(name), *(len(line[at]) for line in lines)) + 1 for at, (name, _) in enumerate(columns)]
+    room = WIDTH - sum(taken) + taken[1]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for at, (name, right) in enumerate(columns):
+        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis",
+                         max_width=max(8, room - 1) if at == 1 else None)  # fmt: skip
+    for cells in lines:
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
 def _reasons(rows: Sequence[Document]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), width=80)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), width=WIDTH)
     for name in ("", "behind", "bubble"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("because of", no_wrap=True, overflow="ellipsis", ratio=1)

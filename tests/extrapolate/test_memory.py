@@ -10,6 +10,7 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.described.models import Model, load_model
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.memory import (
+    StateBytes,
     alive,
     layer_activation_bytes,
     measured_peak_bytes,
@@ -131,3 +132,28 @@ def test_peaks_are_read_from_memory_events() -> None:
     expected = {0: 700, 1: 300}
 
     assert expected == measured_peak_bytes(events)
+
+
+def test_unfused_attention_keeps_its_scores() -> None:
+    """5 a s² b more in half precision with dropout (2205.05198), nothing of it with selective checkpointing."""
+    tokens = 2048.0
+    fused, unfused, again = (
+        layer_activation_bytes(GPT, Layout.parse(layout), tokens, 2048, fused=kept)
+        for layout, kept in (("tp=1", True), ("tp=1", False), ("tp=1,recompute=selective", False))
+    )
+
+    assert 5 * GPT.heads * 2048 * 2048 == pytest.approx(unfused - fused)
+    assert fused == again
+
+
+def test_single_precision_keeps_no_second_copy_of_the_weights() -> None:
+    """Moments alone in fp32 training, moments and a master copy in mixed precision."""
+    assert (4.0, 8.0) == (StateBytes.of(4.0).weight, StateBytes.of(4.0).optimizer)
+    assert (2.0, 12.0) == (StateBytes.of(2.0).weight, StateBytes.of(2.0).optimizer)
+
+
+def test_a_measured_peak_scales_all_of_the_model() -> None:
+    """Every part follows, so that the total is the measured one."""
+    memory = rank_memory(GPT, Layout.parse("tp=8,sp=1,mbs=1,microbatches=1,seq=2048"))
+
+    assert memory.total * 1.25 == pytest.approx(memory.scaled(1.25).total)

@@ -35,6 +35,7 @@ SOURCES = (
     "nanotron",
     "collectives_fig2",
     "papers",
+    "unseen",
     "traces",
 )
 """Modules of benchmarks/validation, each with `results(tables)`."""

@@ -115,6 +115,14 @@ def _add_origin(draft: Draft, rank: int, lane: int, step: int, begin_ns: int) ->
     )
 
 
+def _wait_names(draft: Draft, chain: _Chain, names: list[str]) -> Int32Array:
+    """Name code of each WAIT node; of several waits that end at once the last one's."""
+    out = np.full(len(chain.waiting), -1, np.int32)
+    inside = np.flatnonzero(chain.of_wait >= 0)
+    out[np.searchsorted(chain.waiting, chain.of_wait[inside])] = [draft.name(names[at]) for at in inside.tolist()]
+    return out
+
+
 def _add_main(
     draft: Draft,
     trace: RankTrace,
@@ -143,10 +151,7 @@ def _add_main(
     step = step_of(chain.at, steps)
     layer = layers_at(draft, events, np.full(count, thread, np.int32), chain.at)
     order = np.argsort(np.concatenate((np.arange(count) * 2, waiting * 2 + 1)), kind="stable")
-    wait_kind = np.full(len(waiting), int(NodeKind.WAIT))
-    wait_name = np.full(len(waiting), draft.name("wait for communication"), np.int32)
-    inside = np.flatnonzero(chain.of_wait >= 0)
-    wait_name[np.searchsorted(waiting, chain.of_wait[inside])] = [draft.name(names[at]) for at in inside.tolist()]
+    wait_kind, wait_name = np.full(len(waiting), int(NodeKind.WAIT)), _wait_names(draft, chain, names)
 
     def both(host: IntArray | Int32Array, wait: Any) -> npt.NDArray[Any]:
         return np.concatenate((host, np.broadcast_to(wait, (len(waiting),))))[order]

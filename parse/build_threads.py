@@ -84,62 +84,80 @@ def find_joins(events: Events, ops: SideOps, thread: int, taken_ns: IntArray) ->
     return Joins(at[pick], to[pick], by_end[last[pick]].astype(np.int32), loading[pick])
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How the operators follow each other: time since the last one of the thread (0 for its first), whether there is one,
+    whether something woke the thread before this one, and whether it spent the time between by itself."""
+
+    gap_ns: IntArray
+    same: BoolArray
+    woken: BoolArray
+    spent: BoolArray
+
+
+def _order_of(ops: SideOps) -> _Order:
+    same = np.zeros(len(ops), np.bool_)
+    same[1:] = ops.lane[1:] == ops.lane[:-1]
+    gap = np.zeros(len(ops), np.int64)
+    gap[1:] = np.where(same[1:], ops.start_ns[1:] - ops.end_ns[:-1], 0)
+    woken = ~same | (gap > BURST_NS)
+    return _Order(gap, same, woken, ~woken & (gap > 0))
+
+
 def add_side_ops(
     draft: Draft, trace: RankTrace, ops: SideOps, main: Int32Array, shift_ns: int, health: Health
 ) -> Int32Array:
     """Nodes of the operators, chained thread by thread and hung on `main`, the nodes of the main thread; their ids."""
     if not len(ops):
         return np.zeros(0, np.int32)
-    events, start, end = trace.events, ops.start_ns + shift_ns, ops.end_ns + shift_ns
-    same = np.zeros(len(ops), np.bool_)
-    same[1:] = ops.lane[1:] == ops.lane[:-1]
-    gap = np.zeros(len(ops), np.int64)
-    gap[1:] = start[1:] - end[:-1]
-    woken = ~same | (gap > BURST_NS)
-    spent = ~woken & (gap > 0)
+    order, start = _order_of(ops), ops.start_ns + shift_ns
     anchor, anchored_ns = _latest_end(draft, main, start)
+    release = np.where(order.woken & (anchor < 0), start, NO_RELEASE)
+    node, between = _side_nodes(draft, trace, ops, order, release, shift_ns)
+    at = np.flatnonzero(order.spent)
+    draft.add_edges(node[at - 1], between, 0, EdgeKind.PROGRAM, EdgeSource.ORDER)
+    draft.add_edges(between, node[at], 0, EdgeKind.PROGRAM, EdgeSource.ORDER)
+    direct = np.flatnonzero(order.same & ~order.spent)
+    lag = np.minimum(order.gap_ns[direct], 0)
+    draft.add_edges(node[direct - 1], node[direct], lag, EdgeKind.PROGRAM, EdgeSource.ORDER)
+    hung = np.flatnonzero(order.woken & (anchor >= 0))
+    draft.add_edges(anchor[hung], node[hung], (start - anchored_ns)[hung], EdgeKind.HAND_OVER, EdgeSource.THREAD)
+    draft.contradict(EdgeSource.THREAD, len(hung), 0)
+    if len(hung):
+        health.guessed[PLACED] += len(hung)
+    return node
+
+
+def _side_nodes(
+    draft: Draft, trace: RankTrace, ops: SideOps, order: _Order, release_ns: IntArray, shift_ns: int
+) -> tuple[Int32Array, Int32Array]:
+    """The nodes of the operators, and those of the time that a thread spent between two of them."""
+    events, start = trace.events, ops.start_ns + shift_ns
     steps = [(s.number, s.start_ns, s.end_ns) for s in trace.steps]
     lanes = {
         int(code): draft.lane(trace.rank, thread_name(events, int(code)), False)
         for code in np.unique(ops.lane).tolist()
     }
     lane = np.array([lanes[int(code)] for code in ops.lane], np.int32)
-    where = {"rank": trace.rank, "kind": int(NodeKind.HOST)}
-    step, layer = step_of(ops.start_ns, steps), layers_at(draft, events, ops.lane, ops.start_ns)
+    step, kind = step_of(ops.start_ns, steps), int(NodeKind.HOST)
     node = draft.add_nodes(
         len(ops),
-        dur_ns=end - start,
-        release_ns=np.where(woken & (anchor < 0), start, NO_RELEASE),
+        dur_ns=ops.end_ns - ops.start_ns,
+        release_ns=release_ns,
+        kind=kind,
+        rank=trace.rank,
         lane=lane,
         name=draft.name_codes(events.strings, events.name[ops.row]),
         step=step,
-        layer=layer,
+        layer=layers_at(draft, events, ops.lane, ops.start_ns),
         event=ops.row,
         start_ns=start,
-        end_ns=end,
-        **where,
+        end_ns=ops.end_ns + shift_ns,
     )
-    at = np.flatnonzero(spent)
-    between = draft.add_nodes(
-        len(at),
-        dur_ns=gap[at],
-        lane=lane[at],
-        name=draft.name(BETWEEN),
-        step=step[at],
-        start_ns=start[at] - gap[at],
-        end_ns=start[at],
-        **where,
-    )
-    draft.add_edges(node[at - 1], between, 0, EdgeKind.PROGRAM, EdgeSource.ORDER)
-    draft.add_edges(between, node[at], 0, EdgeKind.PROGRAM, EdgeSource.ORDER)
-    direct = np.flatnonzero(same & ~spent)
-    draft.add_edges(node[direct - 1], node[direct], np.minimum(gap[direct], 0), EdgeKind.PROGRAM, EdgeSource.ORDER)
-    hung = np.flatnonzero(woken & (anchor >= 0))
-    draft.add_edges(anchor[hung], node[hung], (start - anchored_ns)[hung], EdgeKind.HAND_OVER, EdgeSource.THREAD)
-    draft.contradict(EdgeSource.THREAD, len(hung), 0)
-    if len(hung):
-        health.guessed[PLACED] += len(hung)
-    return node
+    at = np.flatnonzero(order.spent)
+    where = {"kind": kind, "rank": trace.rank, "lane": lane[at], "name": draft.name(BETWEEN), "step": step[at]}
+    gap = order.gap_ns[at]
+    return node, draft.add_nodes(len(at), dur_ns=gap, start_ns=start[at] - gap, end_ns=start[at], **where)
 
 
 def _latest_end(draft: Draft, main: Int32Array, time_ns: IntArray) -> tuple[Int32Array, IntArray]:

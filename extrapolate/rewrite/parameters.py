@@ -33,7 +33,9 @@ def with_weights(
     items = list(state.graph.collectives)
     exact = np.array([(item.bytes_in, item.bytes_out) for item in items], np.float64).reshape(-1, 2)
     for at, item in enumerate(items):
-        if axis_of_item(item, old) in (*DATA_AXES, "world", ""):
+        if axis_of_item(item, old) == "cp":  # keys and values of the heads that a rank keeps
+            items[at] = scaled_bytes(item, share)
+        elif axis_of_item(item, old) in (*DATA_AXES, "world", ""):
             items[at], exact[at] = _data_item(item, old, state.work.weights, weights, total, _unrounded(state, at))
     parameters = np.array(
         [count * (b / a) if a else count for count, a, b in zip(state.anatomy.parameters, before, after, strict=True)]

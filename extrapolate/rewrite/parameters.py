@@ -10,7 +10,7 @@ from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES
 from scaletrace.extrapolate.nodework import Weight
 from scaletrace.extrapolate.rewrite.data import sharded_elements
-from scaletrace.extrapolate.rewrite.state import State, axis_of_item, recosted, stretched, whole_bytes
+from scaletrace.extrapolate.rewrite.state import State, axis_of_item, recosted, scaled_bytes, stretched, whole_bytes
 from scaletrace.parse.graph import GraphCollective, GraphGroup
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
@@ -74,3 +75,42 @@ def test_wrong_usage_is_exit_code_two(arguments: tuple[str, ...], message: str) 
 def test_quiet_prints_nothing() -> None:
     """The exit code tells."""
     assert (0, "", "") == ask("--quiet", "--flop", "1e26")
+
+
+NUMBERS = {
+    "--days": ("0", "-1", "nan", "inf", "1e300"),
+    "--latency-us": ("-1", "nan", "inf", "1e300"),
+    "--launch-us": ("-1", "nan", "inf", "-inf", "1e300"),
+    "--network": ("0", "-2", "nan", "inf", "1e300", "1e-300"),
+    "--memory": ("0", "-2", "nan", "inf", "1e300", "1e-300"),
+    "--domain": ("-1", "1.5", "nan", "9" * 400),
+    "--utilization": ("0", "-0.1", "1.1", "nan", "inf"),
+    "--bits": ("0", "-8", "65", "nan", "9" * 400),
+    "--batch-exponent": ("nan", "inf", "-2", "1e300"),
+    "--depth-exponent": ("nan", "-inf", "2", "1e300"),
+    "--wider": ("0", "-1", "nan", "inf", "1e300"),
+    "--sparsity": ("0.5", "-1", "nan", "inf", "1e300"),
+    "--flop": ("0", "-1e26", "nan", "inf", "1e400", "1", "1e26,nan", ",", "1e26," * 200, "x"),
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(o, v) for o, values in NUMBERS.items() for v in values])
+def test_numbers_that_can_not_be_are_one_sentence_and_exit_code_two(option: str, value: str) -> None:
+    """Every numeric option, with what is no number, without end, negative, or far beyond any machine."""
+    code, out, err = ask("--json", f"{option}={value}")
+
+    assert (2, "") == (code, out)
+    assert err.strip()
+    assert "Traceback" not in err
+
+
+def test_every_numeric_option_is_among_those_tried() -> None:
+    """A new option with a number comes with its bounds."""
+    hints = inspect.signature(limits).parameters
+    numeric = {
+        "--" + name.replace("_", "-")
+        for name, p in hints.items()
+        if str(p.annotation).split("[")[1].startswith(("int", "float"))
+    }
+
+    assert numeric <= set(NUMBERS)

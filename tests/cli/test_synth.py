@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -240,7 +241,7 @@ def test_inspect_finds_every_fault_again(app: typer.Typer, tmp_path: Path, fault
 
 
 NUMBERS = {
-    "--steps": ("0", "-1", "1.5", "nan", "inf", "1e300", "9" * 30),
+    "--steps": ("0", "-1", "1.5", "nan", "inf", "1e300", "9" * 400),
     "--step-time": ("0", "-1", "nan", "inf", "-inf", "1e300", "1e-300"),
     "--mfu": ("0", "-0.1", "1.5", "nan", "inf", "1e300"),
     "--overlap-slowdown": ("-0.1", "nan", "inf", "1e300"),
@@ -249,6 +250,16 @@ NUMBERS = {
     "--fault": ("clock:0:nan", "slow:0:inf", "slow:0:-1", "delay:0:1e300", "drift:0:-inf", "truncated:0:2", "slow:-1:2"),
     "--layout": ("mbs=0", "seq=0", "microbatches=0", "m=0,fsdp=2", "fsdp=0", "mbs=-1", "mbs=nan", "mbs=1e9", "fsdp=2,sequence=00"),
 }  # fmt: skip
+
+
+def test_every_numeric_option_is_among_those_tried() -> None:
+    """A new option with a number comes with its bounds."""
+    parameters = signature(synth).parameters
+    kinds = {name: str(p.annotation).split("[")[1] for name, p in parameters.items()}
+
+    assert {"--" + name.replace("_", "-") for name, kind in kinds.items() if kind.startswith(("int", "float"))} <= set(
+        NUMBERS
+    )
 
 
 @pytest.mark.parametrize(("option", "value"), [(o, v) for o, values in NUMBERS.items() for v in values])

@@ -65,6 +65,8 @@ def data_axis(graph: Graph, health: Health) -> None:
 
 NO_BACKWARD = 0.6
 """How certain it is that all-reduces of an unknown group are tensor parallel where nothing is trained."""
+MOST_TENSOR = 72
+"""Ranks of the largest NVLink domain, which tensor parallelism stays within."""
 
 
 def unnamed(job: Job, graph: Graph, health: Health) -> Graph:
@@ -74,12 +76,18 @@ def unnamed(job: Job, graph: Graph, health: Health) -> Graph:
     again are activations. Elsewhere the group stays without a name and counts as dp.
     """
     lost = [at for at, group in enumerate(graph.groups) if not group.axis and group.size > 1]
+    small = all(graph.groups[at].size <= MOST_TENSOR for at in lost)
     reduces = [item for item in graph.collectives if item.group in lost and item.kind in ("all_reduce", "custom")]
     if not reduces:
         return graph
     ops = any(bool(trace.events.in_cats("cpu_op").any()) for trace in job.ranks)
     trained = any(text.startswith(BACKWARD) for trace in job.ranks for text in trace.events.strings)
-    if not ops or trained or len(reduces) < 2 * max(1, max((len(trace.steps) for trace in job.ranks), default=1)):
+    if (
+        not ops
+        or trained
+        or not small
+        or len(reduces) < 2 * max(1, max((len(trace.steps) for trace in job.ranks), default=1))
+    ):
         health.note(
             f"No record names the group of {len(reduces)} all-reduces: they are taken to join all {graph.groups[lost[0]].size} "
             "ranks as dp. If they do not, name the groups with --axes."

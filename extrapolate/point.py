@@ -169,6 +169,12 @@ def _with_share(layout: Layout, base: Base, part: Share) -> Layout:
     return replace(layout, mbs=samples, microbatches=part.micro_batches)
 
 
+def _shown(layout: Layout, base: Base) -> Layout:
+    """The layout without a micro batch that stands in for an unknown one (one sample of one token, or of all rows)."""
+    stands_in = layout.mbs == 1 and (layout.seq == 1 or (base.batch is not None and base.batch.unit != "samples"))
+    return replace(layout, mbs=0, seq=0) if stands_in else layout
+
+
 def _other_shards(base: Base, old: Graph, new: Graph, dur_ns: IntArray, shard: float) -> IntArray:
     """Work on shards in proportion to them: the optimizer's, and FSDP's copies into gathers; copies of whole units by
     their padding. `shard` is the new shard over the old one."""
@@ -299,7 +305,7 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
     more, unknown = _beside(base, found, options, rate)
     return Point(
         gpus=found.gpus,
-        layout=found.layout,
+        layout=_shown(found.layout, base),
         low_s=max(total - float(np.hypot(comm_low, common**0.5)), 0.0),
         p50_s=total,
         high_s=total + float(np.hypot(comm_high, common**0.5)),

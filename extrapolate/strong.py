@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import reduce
-from math import ceil, gcd
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,7 +82,7 @@ class Batch:
 
 
 def batch_of(state: State, assemble: Callable[[State], Base], given: bool = False) -> Batch:
-    """The batch that a job's shapes tell: samples of its attention, else rows of its matrix products.
+    """The batch that a job's shapes tell: samples of its attention, else rows of the products that take most time.
 
     given: the user's layout says the samples of a micro batch
     """
@@ -93,12 +92,14 @@ def batch_of(state: State, assemble: Callable[[State], Base], given: bool = Fals
     if given or attends:
         return Batch(state, state.layout.mbs, "samples", assemble)
     forward = state.anatomy.phase == int(Phase.FORWARD)
-    rows = {
-        int(shape.rows)
-        for shape, inside in zip(state.work.shape, forward.tolist(), strict=True)
-        if inside and shape is not None and shape.work is Work.MATMUL and shape.batch == 1
-    }
-    return Batch(state, reduce(gcd, rows, 0), "rows of matrix products" if rows else "", assemble)
+    spent: dict[int, float] = {}
+    for node in np.flatnonzero(forward & state.work.computes).tolist():
+        shape = state.work.shape[node]
+        if shape is not None and shape.work is Work.MATMUL and shape.batch == 1 and shape.rows > 1:
+            spent[int(shape.rows)] = spent.get(int(shape.rows), 0.0) + float(state.graph.dur_ns[node])
+    if not spent:
+        return Batch(state, 0, "", assemble)
+    return Batch(state, max(spent, key=lambda rows: (spent[rows], rows)), "rows of matrix products", assemble)
 
 
 def agreed(state: State) -> State:

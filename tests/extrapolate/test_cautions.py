@@ -48,6 +48,17 @@ def test_with_a_backward_pass_or_without_operators_they_stay_data_parallel_and_t
         assert "all 8 ranks as dp" in health.notes[0] and "--axes" in health.notes[0]
 
 
+def test_more_ranks_than_a_domain_holds_are_not_tensor_parallel() -> None:
+    """Three hundred ranks that train nothing stay without a name."""
+    health = Health()
+    wide = Draft(groups=[GraphGroup("", 300, 1)])
+    for _ in range(6):
+        wide.collective("all_reduce", 0, 4096, [(0, [])])
+
+    assert Layout(dp=300) == measured_layout(cautions.unnamed(_job("aten::mm"), wide.graph(), health), 300)
+    assert "all 300 ranks as dp" in health.notes[0]
+
+
 def test_a_guessed_axis_is_named_with_its_certainty() -> None:
     """One that the trace states, or that is nearly certain, is not."""
     for confidence, said in ((0.7, 1), (0.95, 0), (1.0, 0)):

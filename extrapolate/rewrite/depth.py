@@ -38,6 +38,11 @@ def resize_layers(state: State, layers: int) -> State:
         raise UsageError(f"{layers} layers can't be made of the {len(measured)} that the trace shows")
     if layers == len(measured):
         return state
+    if len(measured) == 1:
+        raise UsageError(
+            "the trace shows one layer, so what each layer does is not told from what a model does once; "
+            "record two layers or more to change their number"
+        )
     inner = measured[1:-1] or measured[:1]
     chosen = [measured[0]] + [inner[i % len(inner)] for i in range(layers - 2)] + [measured[-1]]
     chosen = sorted(chosen[:layers] if layers > 1 else [measured[0]])

@@ -5,9 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scaletrace.errors import UsageError
 from scaletrace.extrapolate.anatomy import dissect
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.layers import Phase, Sections, find_sections
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.rewrite.depth import resize_layers
+from scaletrace.extrapolate.rewrite.state import open_state
 from scaletrace.parse.build import build
 from scaletrace.parse.events import Arg, Events, Lane
 from scaletrace.parse.graph import NodeKind
@@ -195,3 +200,38 @@ def test_kernels_belong_to_the_layer_that_launched_them(shared_data: Path) -> No
 
     assert ("embedding", "layer 0", "layer 1", "head") == anatomy.units
     assert counts[0] == counts[1] > 20
+
+
+def test_one_layer_is_said_and_its_number_is_kept(samples: Path) -> None:
+    """A model of a single block is one layer between embedding and head; asked for two, the reason for none is given."""
+    built = build(load(samples / "ddp_w2"))
+    state = open_state(built, Layout(dp=2), Network(Cluster.load("gloo_10g")))
+
+    assert (("embedding", "layer 0", "head"), 1) == (state.anatomy.units, state.anatomy.layers)
+    with pytest.raises(UsageError, match="shows one layer"):
+        resize_layers(state, 2)
+
+
+def test_stages_of_one_layer_each_make_a_stack(shared_data: Path) -> None:
+    """Four stages of one block are four layers, with embedding and head apart, on one rank each."""
+    built = build(load(shared_data / "gloo" / "pp_1f1b_w4"))
+    anatomy = dissect(built, Layout(pp=4))
+    of_rank = [
+        sorted(set(anatomy.unit[(built.graph.rank == rank) & (anatomy.unit >= 0)].tolist())) for rank in range(4)
+    ]
+
+    assert (4, "what all stages do", ("", "layer", "layer", "layer", "layer", "")) == (
+        anatomy.layers, anatomy.rule, anatomy.kind,
+    )  # fmt: skip
+    assert [[0, 1], [2], [3], [4, 5]] == of_rank
+
+
+def test_kernels_of_a_cuda_graph_have_layers_of_their_own(shared_data: Path) -> None:
+    """One launch brings all kernels of a pass, and each still belongs to its layer."""
+    built = build(load(shared_data / "traces" / "lightllm8_h200-logs-run1"))
+    anatomy = dissect(built)
+    kernels = (built.graph.kind == int(NodeKind.KERNEL)) & (built.graph.rank == 0)
+    counts = [int(((anatomy.unit == unit) & kernels).sum()) for unit in (1, 2, 3, 10, 11)]
+
+    assert 61 == anatomy.layers
+    assert counts[0] == counts[1] == counts[2] < counts[3] == counts[4]

@@ -116,25 +116,34 @@ def without_tensor_collectives(state: State, where: BoolArray | None = None) -> 
     graph = state.graph
     own = np.array([axis_of_item(item, graph.groups) == "tp" for item in graph.collectives] + [False], np.bool_)
     drop = own[graph.instance] & (True if where is None else where)
+    out = without_collectives(state, np.asarray(drop, np.bool_), wrappers=where is None)
+    return replace(out, graph=_pruned(out.graph)) if drop.any() else state
+
+
+def without_collectives(state: State, drop: BoolArray, *, wrappers: bool = False) -> State:
+    """The state without some members of collectives (bool[n]), and without the host work that only served them.
+
+    wrappers  DTensor's own host work goes too
+    """
     if not drop.any():
         return state
-    drop |= _orphans(graph, drop) | _calls(graph, drop, where is None)
-    keep = ~drop
-    origin = np.flatnonzero(keep).astype(np.int32)
+    graph = state.graph
+    drop = drop | _orphans(graph, drop) | _calls(graph, drop, wrappers)
+    origin = np.flatnonzero(~drop).astype(np.int32)
     anatomy = state.anatomy.moved(origin)
     if state.anatomy.entry is not None:
         anatomy = replace(anatomy, entry=state.anatomy.entry[origin])
-    out = spliced(graph, drop)
-    return replace(state, graph=_pruned(out), anatomy=anatomy, work=state.work.moved(origin))
+    return replace(state, graph=spliced(graph, drop), anatomy=anatomy, work=state.work.moved(origin))
 
 
 def _orphans(graph: Graph, drop: BoolArray) -> BoolArray:
-    """Hubs of collectives that go."""
+    """Hubs none of whose members stay."""
     hub = graph.kind == int(NodeKind.RENDEZVOUS)
-    fed = np.zeros(len(graph), np.bool_)
+    goes, stays = np.zeros(len(graph), np.bool_), np.zeros(len(graph), np.bool_)
     into = graph.edge_dst
-    fed[into[hub[into] & drop[graph.pred]]] = True
-    return np.asarray(hub & fed, np.bool_)
+    goes[into[hub[into] & drop[graph.pred]]] = True
+    stays[into[hub[into] & ~drop[graph.pred]]] = True
+    return np.asarray(hub & goes & ~stays, np.bool_)
 
 
 def _calls(graph: Graph, drop: BoolArray, wrappers: bool) -> BoolArray:

@@ -58,18 +58,22 @@ class MessagePlans:
         if layout.dp > 1 and last:
             if self.sharded:
                 yield PlannedWait(REDUCE, by=REPLICATE)
-            yield self.replica_reduction(elements)
+            yield from self.replica_reduction(elements)
 
-    def replica_reduction(self, elements: int) -> PlannedCollective:
+    def replica_reduction(self, elements: int) -> Iterator[PlannedCollective]:
+        """Gradients over replicas: one reduce-scatter where they shard the optimizer, else all-reduces of DDP's buckets."""
         group = self.d.group("dp")
         if self.d.layout.zero:
             seconds = all_gather_s(self.d.device, 4.0 * elements, group)
-            return PlannedCollective(
+            yield PlannedCollective(
                 "reduce_scatter", "dp", REPLICATE, seconds, elements, elements // group.size, "Float"
             )
+            return
         buckets = max(1, math.ceil(4.0 * elements / BUCKET_BYTES))
-        seconds = buckets * all_reduce_s(self.d.device, 4.0 * elements / buckets, group)
-        return PlannedCollective("all_reduce", "dp", REPLICATE, seconds, elements, elements, "Float")
+        for bucket in range(buckets):
+            own = elements // buckets + (bucket < elements % buckets)
+            seconds = all_reduce_s(self.d.device, 4.0 * own, group)
+            yield PlannedCollective("all_reduce", "dp", REPLICATE, seconds, own, own, "Float")
 
     def shard_collective(self, kind: str, stream: int, elements: int, dtype: str, width: int) -> PlannedCollective:
         group = self.d.group("shard")

@@ -10,17 +10,22 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from scaletrace.cli.described import Interference, calibrated
 from scaletrace.cli.inspect import inspect
 from scaletrace.cli.synth import synth
 from scaletrace.extrapolate.anatomy import dissect
 from scaletrace.extrapolate.curve import extrapolate
+from scaletrace.extrapolate.described.constants import costs_on, device
 from scaletrace.extrapolate.described.models import load_model
+from scaletrace.extrapolate.described.planned import Described
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.overlap import measure, operands, overlap_share
+from scaletrace.extrapolate.stragglers import Noise
 from scaletrace.parse.build import build
 from scaletrace.parse.load import load
 from scaletrace.replay.accuracy import step_errors, without_stalls
 from scaletrace.replay.engine import replay
+from scaletrace.traces.synth import SynthJob, plan, write_capture
 
 TINY = "family: llama\nlayers: 4\nhidden: 512\nheads: 8\nffn: 1408\nvocab: 1024\nseq: 512\ntied: false\n"
 EXPERTS = TINY.replace("llama", "moe") + "experts: 8\nexperts_per_token: 2\n"
@@ -128,6 +133,23 @@ def test_synth_and_extrapolate_give_one_mfu_and_one_step(
     assert answer["mfu"] == pytest.approx(point.mfu, rel=0.01)
     assert answer["tokens_per_s_per_gpu"] == pytest.approx(point.tokens_per_s_per_gpu, rel=0.01)
     assert answer["step_time_s"] == pytest.approx(point.p50_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bound"), [("fsdp={},mbs=2", 0.03), ("dp={},mbs=2", 0.05), ("dp={},mbs=2,zero=1", 0.03)]
+)
+def test_a_stretched_small_job_is_the_described_large_one(tmp_path: Path, layout: str, bound: float) -> None:
+    """The trace of eight ranks, stretched to 64, has the step of the same job described at 64."""
+    on = device("h100")
+
+    def described(gpus: int, steps: int) -> SynthJob:
+        of = Described(load_model("llama2-1b"), Layout.parse(layout.format(gpus)), on, costs_on(on))
+        return calibrated(of, [0], steps, None, Interference(), {})[1]
+
+    write_capture(described(8, 2), tmp_path)
+    curve = extrapolate(load(tmp_path, workers=1), sizes=[64], noise=Noise(0.0, 0.0, "normal", 4.0))
+
+    assert plan(described(64, 2)).step_ns(1) / 1e9 == pytest.approx(curve.points[0].p50_s, rel=bound)
 
 
 def test_counting_attention_or_not_is_said_and_matters(app: typer.Typer, tmp_path: Path) -> None:

@@ -180,8 +180,11 @@ def operands(job: Job, graph: Graph) -> IntArray:
     """Of every kernel a number for the dimensions of the operator that launched it, -1 where none are recorded; int64[n].
 
     One kernel of a library serves products of many depths on the same grid; only their operators tell them apart.
+    All are -1 for a rewritten graph, whose nodes may stand on other ranks than their events.
     """
     out = np.full(len(graph), -1, np.int64)
+    if not _as_recorded(job, graph):
+        return out
     numbers: dict[str, int] = {}
     for trace in job.ranks:
         events = trace.events
@@ -198,6 +201,21 @@ def operands(job: Job, graph: Graph) -> IntArray:
         codes = [numbers.setdefault(events.strings[int(text)], len(numbers)) for text in used]
         out[nodes[hit]] = np.array(codes, np.int64)[of_node.reshape(-1)]
     return out
+
+
+def _as_recorded(job: Job, graph: Graph) -> bool:
+    """Whether every kernel's event is a kernel of its name on its own rank."""
+    for trace in job.ranks:
+        events = trace.events
+        nodes = np.flatnonzero((graph.kind == NodeKind.KERNEL) & (graph.rank == trace.rank) & (graph.event >= 0))
+        rows = graph.event[nodes]
+        if len(rows) and int(rows.max()) >= len(events):
+            return False
+        codes = {text: code for code, text in enumerate(events.strings)}
+        own = np.array([codes.get(name, -1) for name in graph.names], np.int64)
+        if not np.array_equal(own[graph.name[nodes]], events.name[rows].astype(np.int64)):
+            return False
+    return True
 
 
 def measure(

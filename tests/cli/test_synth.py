@@ -16,6 +16,7 @@ from scaletrace.cli.synth import synth
 from scaletrace.extrapolate.anatomy import dissect
 from scaletrace.extrapolate.curve import extrapolate
 from scaletrace.extrapolate.described.constants import costs_on, device
+from scaletrace.extrapolate.described.expand import distinct_ranks
 from scaletrace.extrapolate.described.models import load_model
 from scaletrace.extrapolate.described.planned import Described
 from scaletrace.extrapolate.layout import Layout
@@ -150,6 +151,35 @@ def test_a_stretched_small_job_is_the_described_large_one(tmp_path: Path, layout
     curve = extrapolate(load(tmp_path, workers=1), sizes=[64], noise=Noise(0.0, 0.0, "normal", 4.0))
 
     assert plan(described(64, 2)).step_ns(1) / 1e9 == pytest.approx(curve.points[0].p50_s, rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("measured", "asked", "bound"),
+    [
+        ("fsdp=8,mbs=2", "tp=2,fsdp=4,mbs=2", 0.09),
+        ("fsdp=8,mbs=2", "pp=2,fsdp=4,mbs=2,microbatches=4", 0.05),
+        ("pp=2,dp=2,mbs=1,microbatches=8", "pp=4,dp=2,mbs=1,microbatches=8", 0.05),
+        ("pp=2,dp=2,mbs=1,microbatches=8", "pp=2,dp=2,mbs=1,microbatches=8,chunks=2", 0.05),
+        ("pp=2,dp=2,mbs=1,microbatches=8", "pp=2,dp=2,mbs=1,microbatches=8,chunks=2,schedule=ZBV", 0.05),
+    ],
+)
+def test_a_rewritten_layout_is_the_described_one(tmp_path: Path, measured: str, asked: str, bound: float) -> None:
+    """The trace of one layout, rewritten to another, has the step of the same model described in that layout.
+
+    Tensor parallelism changes every product's shape, so its bound is wider.
+    """
+    on = device("h100")
+
+    def described(text: str) -> SynthJob:
+        of = Described(load_model("llama2-1b"), Layout.parse(text), on, costs_on(on))
+        return calibrated(of, distinct_ranks(of.layout), 2, None, Interference(), {})[1]
+
+    write_capture(described(measured), tmp_path)
+    target = Layout.parse(asked)
+    noise = Noise(0.0, 0.0, "normal", 4.0)
+    curve = extrapolate(load(tmp_path, workers=1), sizes=[target.ranks], layout=target, noise=noise)
+
+    assert plan(described(asked)).step_ns(1) / 1e9 == pytest.approx(curve.points[0].p50_s, rel=bound)
 
 
 def test_counting_attention_or_not_is_said_and_matters(app: typer.Typer, tmp_path: Path) -> None:

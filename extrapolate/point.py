@@ -327,39 +327,18 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
     )
 
 
+NO_TOKENS = "tokens of a step are not known; give --tokens"
+NO_FLOP = "FLOP of a step are not known: record shapes (record_shapes=True), or give --flop"
+
+
 def _beside(
     base: Base, found: Core, options: Options, tokens_per_s: float | None
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """Memory, power, energy, money and bubble of a point, and for each that is not known the reason."""
-    unknown: dict[str, str] = {}
-    memory, reason = base.footprint.at(_memory_layout(base, found))
-    unknown["memory_bytes"] = reason
-    device = base.cluster.device
-    power = None
-    foreign = base.rebuilt == "network"
-    if foreign:
-        unknown["mfu"] = unknown["power_W_per_gpu"] = unknown["money_per_million_tokens"] = (
-            f"compute is that of {base.origin.name or base.origin.cluster.device.name}, not of {device.name}"
-        )
-    elif device.power_W is None:
-        unknown["power_W_per_gpu"] = f"the power of {device.name} is not known; give power_W in a cluster's YAML"
-    else:
-        rate = _compute_rate(found)
-        power = POWER.power_W(device.power_W, min(1.0, rate), min(1.0, found.part.resident * found.keep))
-    money = None
-    if tokens_per_s is None:
-        unknown["tokens_per_J"] = unknown["money_per_million_tokens"] = "tokens of a step are not known; give --tokens"
-    elif power is None:
-        unknown["tokens_per_J"] = unknown["power_W_per_gpu"]
-    if foreign:
-        pass
-    elif options.prices is None:
-        unknown["money_per_million_tokens"] = "no price was given; give --price"
-    elif tokens_per_s is not None:
-        money, reason = money_per_million_tokens(tokens_per_s, power, device.name, options.prices)
-        unknown["money_per_million_tokens"] = reason
-    bubble, reason = bubble_fraction(found.done.graph, found.layout, found.part, found.keep)
-    unknown["bubble_fraction"] = reason
+    """Memory, power, energy, money and bubble of a point, and for each number that is not known the reason."""
+    power, no_power = _power(base, found)
+    money, no_money = _money(base, options, tokens_per_s, power)
+    memory, no_memory = base.footprint.at(_memory_layout(base, found))
+    bubble, no_bubble = bubble_fraction(found.done.graph, found.layout, found.part, found.keep)
     values = {
         "memory_bytes": memory,
         "power_W_per_gpu": power,
@@ -367,7 +346,49 @@ def _beside(
         "money_per_million_tokens": money,
         "bubble_fraction": bubble,
     }
-    return values, {name: text for name, text in unknown.items() if values.get(name) is None}
+    unknown = {
+        "memory_bytes": no_memory,
+        "power_W_per_gpu": no_power,
+        "tokens_per_J": NO_TOKENS if tokens_per_s is None else no_power,
+        "money_per_million_tokens": no_money,
+        "bubble_fraction": no_bubble,
+    }
+    unknown = {name: reason for name, reason in unknown.items() if values[name] is None}
+    if tokens_per_s is None:
+        unknown["tokens_per_s_per_gpu"] = NO_TOKENS
+    if base.rebuilt == "network":
+        unknown["mfu"] = _foreign(base)
+    elif not (options.flop_per_step or base.flop_per_step):
+        unknown["mfu"] = NO_FLOP
+    return values, unknown
+
+
+def _foreign(base: Base) -> str:
+    """Why nothing of the cluster's device can be said."""
+    origin, device = base.origin, base.cluster.device
+    return f"compute is that of {origin.name or origin.cluster.device.name}, not of {device.name}"
+
+
+def _power(base: Base, found: Core) -> tuple[float | None, str]:
+    """(watts of the mean GPU, ""), or (None, the reason)."""
+    device = base.cluster.device
+    if base.rebuilt == "network":
+        return None, _foreign(base)
+    if device.power_W is None:
+        return None, f"the power of {device.name} is not known; give power_W in a cluster's YAML"
+    rate, resident = _compute_rate(found), found.part.resident * found.keep
+    return POWER.power_W(device.power_W, min(1.0, rate), min(1.0, resident)), ""
+
+
+def _money(base: Base, options: Options, tokens_per_s: float | None, power: float | None) -> tuple[float | None, str]:
+    """(cost of a million tokens, ""), or (None, the reason)."""
+    if base.rebuilt == "network":
+        return None, _foreign(base)
+    if options.prices is None:
+        return None, "no price was given; give --price"
+    if tokens_per_s is None:
+        return None, NO_TOKENS
+    return money_per_million_tokens(tokens_per_s, power, base.cluster.device.name, options.prices)
 
 
 def _memory_layout(base: Base, found: Core) -> Layout:

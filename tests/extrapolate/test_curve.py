@@ -232,6 +232,16 @@ def test_every_answer_of_the_interface_is_there(samples: Path) -> None:
     assert curve.timeline(64).makespan_ns > 0
 
 
+def test_every_null_has_its_reason(samples: Path) -> None:
+    """A CPU job without tokens, price or a known power: each number that is missing says why, no other does."""
+    for curve in (extrapolate(load(samples / "ddp_w4"), sizes=[8]), extrapolate(_fsdp(), cluster=H100, sizes=[16])):
+        point = curve.points[0].to_json()
+        missing = {name for name, value in point.items() if value is None}
+
+        assert missing and missing == set(point["unknown"])
+        assert all(point["unknown"].values())
+
+
 def test_evidence_from_elsewhere_narrows_the_band() -> None:
     """Transfers measured over 64 ranks turn a prior into an extrapolation, with a smaller error at 512."""
     from scaletrace.extrapolate.calibrate import Evidence

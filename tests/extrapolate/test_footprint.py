@@ -94,7 +94,7 @@ def test_public_jobs_have_memory_or_a_reason(shared_data: Path) -> None:
     known, unknown = (
         footprint_of(built, built.graph, dissect(built), layout, Health())
         for built, layout in (
-            (build(load(shared_data / "traces" / "nanogpt8_h100")), Layout(fsdp=8)),
+            (build(load(shared_data / "traces" / "nanogpt_ab_v1")), Layout(fsdp=8)),
             (build(load(shared_data / "traces" / "torchrec2_v100")), Layout(dp=2)),
         )
     )

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from math import ceil, log2, prod
 
 import numpy as np
@@ -248,6 +249,7 @@ _CLASSES: tuple[tuple[Work, re.Pattern[str]], ...] = (
 )
 
 
+@lru_cache(maxsize=1 << 15)
 def classify(name: str) -> Work:
     """The class of an operator or kernel, by its name."""
     for work, pattern in _CLASSES:

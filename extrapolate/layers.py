@@ -375,13 +375,12 @@ def attends(events: Events, rows: IntArray) -> BoolArray:
 
     It is the fused one; where none is fused the softmax, which routers of experts have too.
     """
-    fused = np.array([classify(text) is Work.ATTENTION for text in events.strings] + [False], np.bool_)[
-        events.name[rows]
-    ]
-    if fused.any():
-        return np.asarray(fused, np.bool_)
-    softmax = np.array([bool(_SOFTMAX.search(text)) for text in events.strings] + [False], np.bool_)
-    return np.asarray(softmax[events.name[rows]], np.bool_)
+    codes, place = np.unique(events.name[rows], return_inverse=True)
+    texts = [events.strings[code] for code in codes.tolist()]
+    fused = np.array([classify(text) is Work.ATTENTION for text in texts], np.bool_)
+    if not fused.any():
+        fused = np.array([bool(_SOFTMAX.search(text)) for text in texts], np.bool_)
+    return np.asarray(fused[place.reshape(-1)], np.bool_)
 
 
 def agreed(

@@ -63,7 +63,7 @@ def test_kept_runs_are_predicted_anew_without_network_or_root(
     text = capsys.readouterr().out
     assert "Measured 2026-11-30 19:46 to 19:46 UTC on AMD EPYC, 2 cores, Linux" in text
     assert ["2", "4", "8"] == [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| DDP")]
-    assert "FSDP2" not in text
+    assert "| FSDP2" not in text
 
 
 def test_racks_fill_one_after_the_other() -> None:

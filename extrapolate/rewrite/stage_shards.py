@@ -7,14 +7,17 @@ pass gathers only what the pass before it gave away, which a forward does where 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.rewrite.data import sharded_elements
 from scaletrace.extrapolate.rewrite.insertion import without_collectives
 from scaletrace.extrapolate.rewrite.schedules import Op, Program
-from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told
+from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told, whole_bytes
 from scaletrace.parse.events import BoolArray
+from scaletrace.parse.graph import EdgeKind, NodeKind
 
 
 def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> State:
@@ -28,8 +31,8 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> S
     backward = anatomy.phase == int(Phase.BACKWARD)
     reshards = bool((gathers & backward).any())
     stage_of = np.full(len(anatomy.units) + 1, -1, np.int64)
-    for stage, units in enumerate(stages):
-        stage_of[list(units)] = stage
+    for number, units in enumerate(stages):
+        stage_of[list(units)] = number
     stage = stage_of[anatomy.unit]
     drop = np.zeros(len(state.graph), np.bool_)
     for number in range(program.stages):
@@ -51,6 +54,57 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> S
     if not drop.any():
         return state
     return told(without_collectives(state, drop), "Stages gather parameters and scatter gradients as PyTorch's do.")
+
+
+def at_home(state: State, stages: Sequence[Sequence[int]]) -> State:
+    """The state with each gather in the unit that it gathers where the pass issued it in a unit of another stage, as a
+    prefetch does: no stage gathers for another one."""
+    graph, anatomy = state.graph, state.anatomy
+    stage_of = np.full(len(anatomy.units) + 1, -1, np.int64)
+    for number, units in enumerate(stages):
+        stage_of[list(units)] = number
+    unit = anatomy.unit.copy()
+    passes: dict[tuple[int, int, int, int], list[int]] = {}
+    arrive = np.flatnonzero(_of_kind(state, "all_gather") & (graph.kind == int(NodeKind.ARRIVE)) & (anatomy.unit >= 0))
+    for node in arrive.tolist():
+        key = (int(graph.rank[node]), int(graph.step[node]), int(anatomy.micro_batch[node]), int(anatomy.phase[node]))
+        passes.setdefault(key, []).append(node)
+    moved: dict[tuple[int, int], int] = {}
+    for (rank, _, _, phase), nodes in passes.items():
+        for node, own in zip(nodes, _gathered(state, nodes, phase == int(Phase.BACKWARD)), strict=True):
+            if own >= 0 and stage_of[own] != stage_of[unit[node]]:
+                moved[rank, int(graph.instance[node])] = own
+    if not moved:
+        return state
+    into = graph.edge_dst
+    for node in np.flatnonzero(graph.instance >= 0).tolist():
+        own = moved.get((int(graph.rank[node]), int(graph.instance[node])), -1)
+        if own >= 0:
+            unit[node] = own
+    issues = np.isin(graph.edge_kind, [int(EdgeKind.HAND_OVER), int(EdgeKind.LAUNCH)]) & (unit != anatomy.unit)[into]
+    calls = np.array([name.startswith("c10d") for name in graph.names] + [False], np.bool_)[graph.name]
+    issues &= calls[graph.pred] & (graph.rank[graph.pred] == graph.rank[into])
+    unit[graph.pred[issues]] = unit[into[issues]]
+    return replace(state, anatomy=replace(anatomy, unit=unit))
+
+
+def _gathered(state: State, nodes: Sequence[int], backward: bool) -> list[int]:
+    """The unit that each gather of one pass is for, by its bytes and the order of units in that pass; -1 unknown."""
+    graph, weights = state.graph, state.work.weights
+    order = list(range(len(weights)))[::-1] if backward else list(range(len(weights)))
+    out, at = [], 0
+    for node in nodes:
+        item = graph.collectives[int(graph.instance[node])]
+        size = graph.groups[item.group].size
+        whole = whole_bytes(item, size)
+        found = -1
+        for place in range(at, len(order)):
+            elements = sharded_elements([weight.dims for weight in weights[order[place]]], size)
+            if elements and whole in (elements, 2 * elements, 4 * elements):
+                found, at = order[place], place + 1
+                break
+        out.append(found)
+    return out
 
 
 def _of_kind(state: State, kind: str) -> BoolArray:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from scaletrace.extrapolate.rewrite.pp import cut, split_units
 from scaletrace.extrapolate.rewrite.schedules import Program, build
-from scaletrace.extrapolate.rewrite.stage_shards import staged
+from scaletrace.extrapolate.rewrite.stage_shards import at_home, staged
 from scaletrace.extrapolate.rewrite.state import State, message_ns
 from scaletrace.parse.health import Health
 
@@ -19,10 +19,11 @@ def pipeline(state: State, stages: int, schedule: str = "", chunks: int = 1, cou
     """
     layout = replace(state.layout, pp=stages, schedule=schedule, chunks=chunks)
     program = build(layout.pipeline_schedule, stages, layout.microbatches, chunks)
-    out = replace(laid(state, program, counts=counts), layout=layout)
     if stages == 1 or len(state.columns[0]) > 1:
-        return out
-    return staged(out, program, split_units(out.anatomy, program.stages, counts).units)
+        return replace(laid(state, program, counts=counts), layout=layout)
+    units = split_units(state.anatomy, program.stages, counts).units
+    out = laid(at_home(state, units), program, counts=counts)
+    return replace(staged(out, program, units), layout=layout)
 
 
 def laid(

@@ -42,7 +42,7 @@ def tensor(state: State, degree: int, sequence_parallel: bool = False) -> State:
         return state
     if sequence_parallel and degree == 1:
         raise UsageError("sequence parallelism splits tokens over tensor ranks, and the degree is 1")
-    _check(state.work, layout.tp, degree)
+    _check(state.work, layout.tp, degree, layout.mbs)
     share = layout.tp / degree
     tokens = (layout.tp if layout.sp else 1) / (degree if sequence_parallel else 1)
     out = _split_compute(state, share, tokens)
@@ -54,7 +54,7 @@ def tensor(state: State, degree: int, sequence_parallel: bool = False) -> State:
     return _spread(replace(out, layout=replace(layout, tp=degree, sp=sequence_parallel)), layout.tp, degree)
 
 
-def _check(work: NodeWork, old: int, new: int) -> None:
+def _check(work: NodeWork, old: int, new: int, samples: int) -> None:
     seen = False
     for unit in work.weights:
         for weight in unit:
@@ -66,11 +66,21 @@ def _check(work: NodeWork, old: int, new: int) -> None:
                 raise UsageError(
                     f"tp={new} does not divide a dimension of {size} (a {weight.role.name.lower()} matrix)"
                 )
-    for shape in work.shape:
-        if shape is not None and shape.work is Work.ATTENTION and shape.batch * old % new:
-            raise UsageError(f"tp={new} does not divide {shape.batch * old:.0f} samples × heads of attention")
+    for shape in dict.fromkeys(work.shape):
+        if shape is not None and shape.work is Work.ATTENTION:
+            _check_heads(shape, old, new, samples)
     if not seen and not any(int(role) for role in work.role.tolist()):
         raise UsageError("no product of the layers could be told as column or row, so nothing can be split")
+
+
+def _check_heads(shape: Shape, old: int, new: int, samples: int) -> None:
+    """Whole heads of queries, and of keys and values, on every tensor rank."""
+    known = samples > 0 and shape.batch % samples == 0
+    heads = shape.batch * old / (samples if known else 1)
+    what = "heads of attention" if known else "samples × heads of attention"
+    for count, whose in ((heads, "queries"), (heads / shape.queries_per_key, "keys and values")):
+        if count == int(count) and count % new:
+            raise UsageError(f"tp={new} does not divide {count:.0f} {what} ({whose})")
 
 
 def _split_compute(state: State, share: float, tokens: float) -> State:

@@ -42,7 +42,8 @@ def laid(state: State, home: int) -> Counter[tuple[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "ranks", "schedule", "chunks", "home"),
-    [(8, 4, "1F1B", 1, 1), (8, 4, "1F1B", 1, 0), (8, 4, "GPipe", 1, 2), (8, 4, "Interleaved1F1B", 2, 1),
+    [(8, 4, "1F1B", 1, 1), (8, 4, "1F1B", 1, 0), (8, 4, "GPipe", 1, 2), (8, 4, "1F1B", 1, 3), (8, 4, "Interleaved1F1B", 2, 1),
+     (8, 4, "LoopedBFS", 2, 3), (8, 4, "InterleavedZeroBubble", 2, 1), (8, 4, "ZBVZeroBubble", 2, 0),
      (64, 8, "1F1B", 1, 3), (1024, 8, "1F1B", 1, 5)],
 )  # fmt: skip
 def test_stages_gather_and_scatter_what_pytorch_does(

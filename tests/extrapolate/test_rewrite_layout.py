@@ -9,7 +9,7 @@ import pytest
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.extrapolate.kernels import Ceilings, anchored
+from scaletrace.extrapolate.kernels import Ceilings, Work, anchored
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.nodework import Role, layer_roles
@@ -154,6 +154,24 @@ def test_uneven_divisions_are_refused(stateful: Stateful, degree: int, sentence:
     """A degree that does not divide a matrix or the heads is refused by its size."""
     with pytest.raises(UsageError, match=sentence):
         tensor(stateful(4, 1), degree)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "degree", "sentence"),
+    [
+        (6, 1, 4, "tp=4 does not divide 6 heads of attention"),
+        (32, 8, 8, r"does not divide 4 heads of attention \(keys and"),
+    ],
+)
+def test_heads_are_never_cut(stateful: Stateful, heads: int, shared: int, degree: int, sentence: str) -> None:
+    """Heads of queries, and the fewer of keys and values, stay whole, however many samples a micro batch has."""
+    state = stateful(4, 1)
+    shapes = tuple(
+        replace(s, batch=4.0 * heads, queries_per_key=shared) if s and s.work is Work.ATTENTION else s
+        for s in state.work.shape
+    )
+    with pytest.raises(UsageError, match=sentence):
+        tensor(replace(state, work=replace(state.work, shape=shapes)), degree)
 
 
 def test_longer_samples_cost_attention_their_square(stateful: Stateful) -> None:

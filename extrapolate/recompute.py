@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scaletrace.extrapolate.anatomy import Anatomy
+from scaletrace.extrapolate.kernels import Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.nodework import NodeWork
 from scaletrace.extrapolate.operators import BACKWARD
@@ -220,11 +221,16 @@ def like_forward(graph: Graph, anatomy: Anatomy, work: NodeWork) -> NodeWork:
 
 
 def how_much(anatomy: Anatomy, work: NodeWork) -> str:
-    """ "full", "selective" or "none": what share of its layers' forward pass a job runs again."""
+    """ "full", "selective" or "none": what share of its layers' forward pass a job runs again, by the FLOP of products
+    where shapes are known, else by time."""
     layers = np.array([*anatomy.is_layer, False], np.bool_)[anatomy.unit]
+    forward = layers & (anatomy.phase == int(Phase.FORWARD))
+    again = anatomy.phase == int(Phase.RECOMPUTE)
     time = np.where(work.computes, anatomy.exact_ns, 0.0)
-    forward = float(time[layers & (anatomy.phase == int(Phase.FORWARD))].sum())
-    again = float(time[anatomy.phase == int(Phase.RECOMPUTE)].sum())
-    if again <= LEAST * forward or not again:
+    if float(time[again].sum()) <= LEAST * float(time[forward].sum()) or not again.any():
         return "none"
-    return "full" if again >= FULL * forward else "selective"
+    products = np.array(
+        [shape.flop if shape is not None and shape.work is Work.MATMUL else 0.0 for shape in work.shape]
+    ) * work.computes  # fmt: skip
+    size = products if products[forward].any() else time
+    return "full" if float(size[again].sum()) >= FULL * float(size[forward].sum()) else "selective"

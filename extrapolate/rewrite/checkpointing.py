@@ -6,6 +6,7 @@ before its own backward. None: what was run again is left out.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,15 +14,17 @@ import numpy as np
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.layout import DATA_AXES
 from scaletrace.extrapolate.rewrite.batch import attention_of, without_nodes
 from scaletrace.extrapolate.rewrite.insert import by_place, neighbours, pruned
 from scaletrace.extrapolate.rewrite.loom import Woven, reopen
 from scaletrace.extrapolate.rewrite.schedules import Program, build
 from scaletrace.extrapolate.rewrite.stages import laid
-from scaletrace.extrapolate.rewrite.state import State, told
+from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told
 from scaletrace.parse.events import BoolArray, IntArray
 from scaletrace.parse.graph import EdgeKind, NodeKind
 
+_GATHERING = re.compile(r"fsdp::|FSDP::|c10d|split_with_sizes_copy|gloo:|record_param_comms")
 AGAIN = " (again)"
 """How the names of attention nodes end that selective checkpointing runs once more."""
 
@@ -36,7 +39,7 @@ def checkpointed(state: State, how: str) -> State:
         return replace(state, layout=replace(state.layout, recompute=how))
     out = state if now == "none" else _without(state)
     if wanted == "full":
-        out = laid(out, _program(out), recompute=True)
+        out = _without_gathers(laid(out, _program(out), recompute=True))
     elif wanted == "selective":
         out = _attention_again(out)
     return replace(out, layout=replace(state.layout, recompute=how))
@@ -61,6 +64,25 @@ def _without(state: State) -> State:
         out = without_nodes(state, mine)
         return replace(out, graph=pruned(out.graph))
     return laid(state, _program(state), recompute=False)
+
+
+def _without_gathers(state: State) -> State:
+    """The state without what a copied forward gathers over data ranks: backward has the layer's weights by then."""
+    graph = state.graph
+    again = state.anatomy.phase == int(Phase.RECOMPUTE)
+    axes = np.array([axis_of_item(item, graph.groups) in DATA_AXES for item in graph.collectives] + [False], np.bool_)
+    gathers = again & axes[graph.instance]
+    if not gathers.any():
+        return state
+    calls = np.array([bool(_GATHERING.search(name)) for name in graph.names] + [False], np.bool_)[graph.name]
+    exact = np.where(again & calls & (graph.instance < 0), 0.0, state.anatomy.exact_ns)
+    hub = graph.kind == int(NodeKind.RENDEZVOUS)
+    into = graph.edge_dst
+    served, others = np.zeros(len(graph), np.bool_), np.zeros(len(graph), np.bool_)
+    served[into[hub[into] & gathers[graph.pred]]] = True
+    others[into[hub[into] & ~gathers[graph.pred]]] = True
+    quiet = replace(state, anatomy=replace(state.anatomy, exact_ns=exact)).with_durations()
+    return without_nodes(quiet, gathers | (hub & served & ~others))
 
 
 def _attention_nodes(state: State, phase: Phase) -> BoolArray:

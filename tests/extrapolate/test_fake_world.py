@@ -189,8 +189,11 @@ def graph_of(job: Job, axis_of: dict[str, str]) -> Built:
         loom.edge(at, arrive, EdgeKind.HAND_OVER)
         loom.edge(arrive, loom.node(NodeKind.TRANSFER, dur_ns=1000, **columns), EdgeKind.STREAM)
     woven = loom.finish()
-    start = np.where(woven.origin >= 0, built.measured.start_ns[woven.origin], 0)
-    measured = replace(built.measured, start_ns=start, end_ns=start, known=woven.origin >= 0)
+    start, end = (
+        np.where(woven.origin >= 0, times[woven.origin], 0)
+        for times in (built.measured.start_ns, built.measured.end_ns)
+    )
+    measured = replace(built.measured, start_ns=start, end_ns=end, known=woven.origin >= 0)
     return replace(built, graph=woven.graph, measured=measured)
 
 

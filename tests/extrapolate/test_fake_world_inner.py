@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,18 @@ def test_experts_move_in_with_each_other_and_out_again(record: Recorder) -> None
 
     assert {"all_reduce"} == {kind for items in structure(none).values() for kind, *_ in items}
     assert [i for i in expected[8, 1] if i[0] == "all_to_all"] == [i for i in back[8, 1] if i[0] == "all_to_all"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [8, 64, 1024])
+def test_checkpointed_shards_issue_what_pytorch_issues(record: Recorder, world: int) -> None:
+    """FSDP2 with and without checkpointing: a layer's weights are gathered once for its backward, run again or not."""
+    jobs = [record(size, JOBS / "checkpointed.py", ROOT / "traces/jobs", how, 3, "fsdp2")
+            for size, how in ((8, "none"), (8, "full"), (world, "full"))]  # fmt: skip
+    off, on = (state_of(job, Layout(fsdp=8, mbs=BATCH, seq=SEQUENCE), default_pg="fsdp") for job in jobs[:2])
+    target = Layout(fsdp=world)
+
+    assert ("none", "full") == (off.layout.recompute, on.layout.recompute)
+    assert issued(jobs[2]) == structure(relayout(off, replace(target, recompute="full")))
+    assert issued(jobs[2]) == structure(relayout(on, target))
+    assert issued(jobs[0]) == structure(relayout(on, Layout(fsdp=8, recompute="off")))

@@ -19,6 +19,7 @@ from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
 from scaletrace.extrapolate.memory import StateBytes, layer_activation_bytes, measured_peak_bytes, peak_memory
 from scaletrace.extrapolate.rewrite.data import ELEMENT_BYTES
+from scaletrace.extrapolate.traced_memory import fused_attention
 from scaletrace.extrapolate.workload import infer_model
 from scaletrace.parse.build import Built
 from scaletrace.parse.graph import Graph, NodeKind
@@ -60,7 +61,7 @@ class Footprint:
             return None, "the job ran on CPUs; what a host holds beside it is not modelled"
         target = layout.over(self.layout)
         if self.measured_bytes:
-            return self._from_measured(target)
+            return self._from_peak(target)
         if self.model is None:
             return None, f"no peak was recorded (profile_memory=True) and activations are not known: {self.missing}"
         try:
@@ -72,13 +73,13 @@ class Footprint:
         modelled = found.weights + found.gradients + found.optimizer
         return found.total - modelled + self._states_bytes(target), ""
 
-    def _from_measured(self, target: Layout) -> tuple[float | None, str]:
+    def _from_peak(self, target: Layout) -> tuple[float | None, str]:
         """The recorded peak with other shards of the states, and other activations where the micro batch changes."""
         sharding = (target.shards, target.zero, target.fsdp) != (self.layout.shards, self.layout.zero, self.layout.fsdp)
         if sharding and not self.parameters:
             return None, "the peak was recorded, but not how many parameters the ranks share"
         total = self.measured_bytes + self._states_bytes(target) - self._states_bytes(self.layout)
-        if (target.mbs, target.seq) != (self.layout.mbs, self.layout.seq):
+        if self.layout.mbs and (target.mbs, target.seq) != (self.layout.mbs, self.layout.seq):
             if self.model is None:
                 return None, f"another micro batch holds other activations, which are not known: {self.missing}"
             total += self._activation_bytes(target) - self._activation_bytes(self.layout)
@@ -89,9 +90,8 @@ class Footprint:
         if model is None:
             return 0.0
         tokens = layout.mbs * layout.seq / layout.cp
-        return (
-            model.layers / layout.pp * layer_activation_bytes(model, layout, tokens, layout.seq, self.states.activation)
-        )
+        each = layer_activation_bytes(model, layout, tokens, layout.seq, self.states.activation, self.states.fused)
+        return model.layers / layout.pp * each
 
     def _states_bytes(self, layout: Layout) -> float:
         """Weights, gradients and optimizer states of one rank from the parameters alone."""
@@ -121,7 +121,7 @@ def footprint_of(built: Built, graph: Graph, anatomy: Anatomy, layout: Layout, h
     moments = _moments(built.job)
     master = 4.0 if weight < 4.0 and model is not None else 0.0
     health.guessed["optimizer states taken to be fp32, as many as the optimizer's name says"] += 1
-    states = StateBytes(weight, element or weight, 4.0 * moments + master, size or weight)
+    states = StateBytes(weight, element or weight, 4.0 * moments + master, size or weight, fused_attention(built.job))
     return Footprint(
         measured,
         states,

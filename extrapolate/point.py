@@ -337,7 +337,7 @@ def _beside(
     """Memory, power, energy, money and bubble of a point, and for each number that is not known the reason."""
     power, no_power = _power(base, found)
     money, no_money = _money(base, options, tokens_per_s, power)
-    memory, no_memory = base.footprint.at(_memory_layout(base, found))
+    memory, no_memory = _memory(base, found)
     bubble, no_bubble = bubble_fraction(found.done.graph, found.layout, found.part, found.keep)
     values = {
         "memory_bytes": memory,
@@ -391,13 +391,15 @@ def _money(base: Base, options: Options, tokens_per_s: float | None, power: floa
     return money_per_million_tokens(tokens_per_s, power, base.cluster.device.name, options.prices)
 
 
-def _memory_layout(base: Base, found: Core) -> Layout:
-    """The layout whose activations a rank holds; where only rows are known the sequence stands for the samples."""
+def _memory(base: Base, found: Core) -> tuple[float | None, str]:
+    """(bytes of the rank that needs most, ""), or (None, the reason); where only rows are known the sequence stands for
+    the samples."""
     part, measured = found.done.part, base.footprint.layout
     if part is None or part.factor == 1.0 or (base.batch is not None and base.batch.unit == "samples"):
-        return found.layout
-    seq = found.layout.seq or measured.seq
-    return replace(found.layout, seq=max(1, round(seq * part.factor))) if seq else found.layout
+        return base.footprint.at(found.layout)
+    if not measured.mbs:
+        return None, "a smaller micro batch holds less, and how large the measured one is, is not known"
+    return base.footprint.at(replace(found.layout, seq=max(1, round(measured.seq * part.factor))))
 
 
 def _compute_rate(found: Core) -> float:

@@ -65,6 +65,13 @@ def test_what_is_not_known_has_a_reason(footprint: Footprint, layout: Layout, re
     assert value is None and reason in said
 
 
+def test_an_unknown_micro_batch_keeps_a_recorded_peak() -> None:
+    """A layout that says one sample because nobody knows better changes no activations."""
+    known = Footprint(Layout(dp=2), STATES, 1e9, None, 5e9)
+
+    assert (5e9, "") == known.at(Layout(dp=8, mbs=1, seq=1, microbatches=1))
+
+
 def test_half_the_samples_take_half_the_activations_off_a_recorded_peak() -> None:
     """The difference is that of the model's activations."""
     known = Footprint(LAYOUT, STATES, 1e9, GPT, 10e9)

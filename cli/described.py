@@ -21,6 +21,7 @@ from scaletrace.extrapolate.described.planned import (
     PlannedRange,
 )
 from scaletrace.extrapolate.energy import PowerModel, Prices, economy
+from scaletrace.extrapolate.interference import NCCL_CHANNELS
 from scaletrace.traces.synth import (
     Annotation,
     Backward,
@@ -49,7 +50,8 @@ class Interference:
     kernels: float | None = None
     collectives: float | None = None
 
-    def beside(self, described: Described, channels: int) -> float:
+    def beside(self, described: Described, channels: int = NCCL_CHANNELS) -> float:
+        """κ of kernels beside a collective of so many channels."""
         if self.kernels is None:
             return described.device.kernel_slowdown(channels)
         return self.kernels

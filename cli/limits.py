@@ -46,35 +46,25 @@ def limits(
     Example: scaletrace limits --cluster dgx_h100 --network 2 --what-if
     """
     with exit_codes(debug):
-        from scaletrace.extrapolate.cluster import Cluster
-        from scaletrace.extrapolate.limits import Training, limits, machine_of, what_ifs
+        from scaletrace.extrapolate.limits import Training, limits, what_ifs
         from scaletrace.view.progress import progress
 
-        for option, value, low, high in (
-            ("--days", days, 1e-3, 1e5),
-            ("--latency-us", latency_us, 0, 1e6),
-            ("--launch-us", launch_us, 0, 1e6),
-            ("--network", network, 1e-6, 1e6),
-            ("--memory", memory, 1e-6, 1e6),
-            ("--domain", domain, 0, 1e6),
-            ("--utilization", utilization, 1e-3, 1),
-            ("--bits", bits, 1, 64),
-            ("--batch-exponent", batch_exponent, -1, 1),
-            ("--depth-exponent", depth_exponent, -1, 1),
-            ("--wider", wider, 1e-3, 1e3),
-            ("--sparsity", sparsity, 1, 1e6),
-        ):
-            in_range(option, value, low, high)
-        sizes = _flops(flop)
-        machine = machine_of(Cluster.load(cluster))
-        machine = replace(
-            machine,
-            latency_s=latency_us / 1e6,
-            launch_s=launch_us / 1e6,
-            beyond_Bps=machine.beyond_Bps * network,
-            dram_Bps=machine.dram_Bps * memory,
-            domain=machine.domain if domain is None else domain,
+        _check(
+            days=days,
+            latency_us=latency_us,
+            launch_us=launch_us,
+            network=network,
+            memory=memory,
+            domain=domain,
+            utilization=utilization,
+            bits=bits,
+            batch_exponent=batch_exponent,
+            depth_exponent=depth_exponent,
+            wider=wider,
+            sparsity=sparsity,
         )
+        sizes = _flops(flop)
+        machine = _machine(cluster, latency_us, launch_us, network, memory, domain)
         training = Training(
             run_s=86400 * days,
             utilization=utilization,
@@ -92,6 +82,47 @@ def limits(
             print_json(document("scaletrace.limits/1", cluster, _NO_HEALTH, **answer))
         elif not quiet:
             _show(answer)
+
+
+_BOUNDS = {
+    "days": (1e-3, 1e5),
+    "latency_us": (0, 1e6),
+    "launch_us": (0, 1e6),
+    "network": (1e-6, 1e6),
+    "memory": (1e-6, 1e6),
+    "domain": (0, 1e6),
+    "utilization": (1e-3, 1),
+    "bits": (1, 64),
+    "batch_exponent": (-1, 1),
+    "depth_exponent": (-1, 1),
+    "wider": (1e-3, 1e3),
+    "sparsity": (1, 1e6),
+}
+"""Between which values each option makes sense."""
+
+
+def _machine(
+    cluster: str, latency_us: float, launch_us: float, network: float, memory: float, domain: int | None
+) -> Machine:
+    """The cluster's machine with the asked latencies, factors and domain."""
+    from scaletrace.extrapolate.cluster import Cluster
+    from scaletrace.extrapolate.limits import machine_of
+
+    machine = machine_of(Cluster.load(cluster))
+    return replace(
+        machine,
+        latency_s=latency_us / 1e6,
+        launch_s=launch_us / 1e6,
+        beyond_Bps=machine.beyond_Bps * network,
+        dram_Bps=machine.dram_Bps * memory,
+        domain=machine.domain if domain is None else domain,
+    )
+
+
+def _check(**values: float | None) -> None:
+    """Raise UsageError for an option out of its bounds."""
+    for name, value in values.items():
+        in_range("--" + name.replace("_", "-"), value, *_BOUNDS[name])
 
 
 def _flops(text: str) -> tuple[float, ...]:

@@ -66,9 +66,7 @@ def synth(
         from scaletrace.traces.synth import Fault, plan, write_capture
         from scaletrace.view.progress import progress
 
-        in_range("--steps", steps, 1, 1e6)
-        in_range("--step-time", step_time, _FASTEST_STEP_S, _LONGEST_STEP_S)
-        in_range("--overlap-slowdown", overlap_slowdown, 0, 100)
+        _check(steps, step_time, overlap_slowdown)
         faults = [Fault.parse(text) for text in fault or ()]
         prices = prices_of(price)
         described = _described(model, layout, cluster, flash)
@@ -87,12 +85,18 @@ def synth(
         answer = _answer(described, job, scale, step_s, flop, target_s)
         answer |= bill(described, timing, steps - 1, answer["tokens_per_s_per_gpu"], prices)
         answer |= {"mfu_counts": mfu_counts, "files": [str(path) for path in written]}
-        answer["overlap_slowdown"] = apart.beside(described, 24)
+        answer["overlap_slowdown"] = apart.beside(described)
         health = _health(described, target_s, faults)
         if json_:
             print_json(document("scaletrace.synth/1", str(output), health, **answer))
         elif not quiet:
             _show(answer, health, described, output)
+
+
+def _check(steps: int, step_time: float | None, overlap_slowdown: float | None) -> None:
+    in_range("--steps", steps, 1, 1e6)
+    in_range("--step-time", step_time, _FASTEST_STEP_S, _LONGEST_STEP_S)
+    in_range("--overlap-slowdown", overlap_slowdown, 0, 100)
 
 
 def _show(answer: dict[str, Any], health: dict[str, Any], described: Described, output: Path) -> None:

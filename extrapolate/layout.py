@@ -23,6 +23,9 @@ MESH = ("tp", "cp", "fsdp", "dp", "pp")
 RECOMPUTE = ("none", "selective", "full", "off")
 PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 """Bytes of an element, by the names that `grads` takes."""
+EXCHANGES = ("all_gather", "ring", "gather_scatter")
+"""How keys and values of context ranks meet: gathered once (PyTorch's default), sent from rank to rank, or gathered one
+by one with their gradients scattered (flex attention, Llama 3)."""
 VOCABULARIES = ("whole", "gathered", "loss")
 """What `vocab` takes: embedding and head whole on each tensor rank, or slices of them by vocabulary."""
 OPEN_SIZES = ("mbs", "microbatches", "seq", "layers", "hidden")
@@ -41,6 +44,7 @@ _ALIASES = {
     "width": "hidden",
     "depth": "layers",
     "gradients": "grads",
+    "rotate": "exchange",
     "vocabulary": "vocab",
 }
 
@@ -70,6 +74,7 @@ class Layout:
     layers, hidden    depth and width of the model; 0 = as measured
     vocab             how tensor ranks share embedding and head: "whole" on each, "gathered" (slices of the vocabulary,
                       logits gathered) or "loss" (slices up to the loss); "" = as measured
+    exchange          how context ranks exchange keys and values (one of EXCHANGES); "" = as measured or all_gather
     grads             precision in which gradients are reduced ("fp32", "bf16", "fp16", "fp8"); "" = as measured
     """
 
@@ -90,6 +95,7 @@ class Layout:
     layers: int = 0
     hidden: int = 0
     grads: str = ""
+    exchange: str = ""
     vocab: str = ""
 
     def __post_init__(self) -> None:
@@ -105,6 +111,8 @@ class Layout:
             )
         if self.recompute not in RECOMPUTE:
             raise UsageError(f"layout: recompute={self.recompute} must be one of {', '.join(RECOMPUTE)}")
+        if self.exchange and self.exchange not in EXCHANGES:
+            raise UsageError(f"layout: exchange={self.exchange} must be one of {', '.join(EXCHANGES)}")
         if self.grads and self.grads not in PRECISIONS:
             raise UsageError(f"layout: grads={self.grads} must be one of {', '.join(PRECISIONS)}")
         if self.vocab and self.vocab not in VOCABULARIES:
@@ -189,7 +197,7 @@ class Layout:
 
     def over(self, base: Layout) -> Layout:
         """This layout with everything that it leaves open taken from `base`."""
-        names = [name for name in (*OPEN_SIZES, "schedule", "grads") if not getattr(self, name)]
+        names = [name for name in (*OPEN_SIZES, "schedule", "grads", "exchange") if not getattr(self, name)]
         names += ["recompute"] if self.recompute == "none" else []
         names += ["vocab"] if not self.vocab and self.tp > 1 else []
         return replace(self, **{name: getattr(base, name) for name in names})
@@ -210,7 +218,7 @@ class Layout:
 
 
 def _value(name: str, value: str, part: str) -> Any:
-    if name in ("schedule", "recompute", "grads", "vocab"):
+    if name in ("schedule", "recompute", "grads", "vocab", "exchange"):
         return value
     if name == "sp" and value.lower() in ("0", "1", "true", "false", "yes", "no"):
         return value.lower() in ("1", "true", "yes")

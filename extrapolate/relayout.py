@@ -110,8 +110,8 @@ def relayout(state: State, target: Layout) -> State:
         out = resize_micro_batch(out, target.mbs)
     if target.seq != out.layout.seq:
         out = resize_sequence(out, target.seq)
-    if target.cp != out.layout.cp:
-        out = spread_context(out, target.cp)
+    if (target.cp, target.exchange) != (out.layout.cp, out.layout.exchange):
+        out = spread_context(out, target.cp, target.exchange)
     out = _tensor(out, target)
     if target.ep != out.layout.ep:
         if target.data_ranks * target.cp % target.ep:

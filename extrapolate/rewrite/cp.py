@@ -16,7 +16,7 @@ import numpy as np
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import Phase
-from scaletrace.extrapolate.layout import DATA_AXES
+from scaletrace.extrapolate.layout import DATA_AXES, EXCHANGES
 from scaletrace.extrapolate.rewrite.batch import attention_of, more_tokens, token_stretch, without_nodes
 from scaletrace.extrapolate.rewrite.data import resized_item
 from scaletrace.extrapolate.rewrite.insert import (
@@ -33,40 +33,55 @@ from scaletrace.extrapolate.rewrite.insert import (
     shared,
     spread_groups,
 )
-from scaletrace.extrapolate.rewrite.state import State, passes, recosted, told
+from scaletrace.extrapolate.rewrite.state import State, axis_of_item, passes, recosted, told
 from scaletrace.parse.events import BoolArray, Int32Array
 from scaletrace.parse.graph import NodeKind
 
-EXCHANGES = ("all_gather", "ring", "gather_scatter")
-"""How keys and values meet: gathered once (PyTorch's default), sent from rank to rank, or gathered one by one with their
-gradients scattered (flex attention, Llama 3)."""
 ACCUMULATE_BYTES = 4
 """Gradients of keys and values travel in float32 from rank to rank, whatever the model's precision."""
 
 
-def spread_context(state: State, degree: int, exchange: str = "all_gather") -> State:
+def spread_context(state: State, degree: int, exchange: str = "") -> State:
     """Tokens of each sample over `degree` context ranks.
 
-    exchange  one of EXCHANGES
+    exchange  one of EXCHANGES; "" = as the job does it, or "all_gather"
     Raises UsageError where the tokens do not divide in two causal halves a rank.
     """
-    layout, old = state.layout, state.layout.cp
-    if exchange not in EXCHANGES:
+    layout, old, recorded = state.layout, state.layout.cp, measured_exchange(state)
+    if exchange and exchange not in EXCHANGES:
         raise UsageError(f"keys and values are exchanged by one of {', '.join(EXCHANGES)}, not {exchange!r}")
     if degree < 1 or (degree > 1 and layout.seq % (2 * degree)):
         raise UsageError(f"cp={degree} needs a multiple of {2 * degree} tokens a sample, and there are {layout.seq}")
-    if degree == old:
-        return state
+    wanted = exchange or layout.exchange or recorded or EXCHANGES[0]
+    named = replace(layout, cp=degree, exchange=exchange or layout.exchange)
+    if degree == old and (degree == 1 or wanted == recorded or not recorded):
+        return replace(state, layout=named)
     level = level_of(state, "cp")
     parts = _recorded_parts(state)
     out = merged(removed(_without_inserted_gradients(state), "cp")) if old > 1 else state
     out = _divided(out, old, degree, parts)
     out = _over_more_ranks(out, old, degree)
-    out = replace(out, layout=replace(layout, cp=degree))
+    out = replace(out, layout=named)
     if degree > 1:
-        out = _exchanged(out, degree, exchange, level, parts)
+        out = _exchanged(out, degree, wanted, level, parts)
         out = _gradients(out, degree)
     return multiplied(out, old, degree)
+
+
+def measured_exchange(state: State) -> str:
+    """How the graph's context ranks exchange keys and values, told by what forward and backward issue; "" for none."""
+    graph = state.graph
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for node in np.flatnonzero((graph.kind == int(NodeKind.ARRIVE)) & (graph.instance >= 0)).tolist():
+        item = graph.collectives[int(graph.instance[node])]
+        if axis_of_item(item, graph.groups) == "cp":
+            kinds[int(state.anatomy.phase[node]) == int(Phase.BACKWARD)].add(item.kind)
+    forward, backward = kinds[False], kinds[True]
+    if not forward | backward:
+        return ""
+    if "reduce_scatter" in backward:
+        return "gather_scatter"
+    return "all_gather" if "all_gather" in forward | backward else "ring"
 
 
 def _recorded_parts(state: State) -> int:

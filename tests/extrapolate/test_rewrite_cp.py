@@ -9,11 +9,11 @@ import pytest
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, seconds
 from scaletrace.extrapolate.layers import Phase
-from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.layout import EXCHANGES, Layout
 from scaletrace.extrapolate.nodework import Role
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.batch import attention_of, resize_micro_batch
-from scaletrace.extrapolate.rewrite.cp import EXCHANGES, spread_context
+from scaletrace.extrapolate.rewrite.cp import measured_exchange, spread_context
 from scaletrace.extrapolate.rewrite.insert import PART
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence
 from scaletrace.extrapolate.rewrite.state import State
@@ -198,3 +198,18 @@ def test_context_ranks_come_with_the_rest_of_a_layout(stateful: Stateful) -> Non
 
     assert {"dp": (32, 2), "cp": (4, 2), "tp": (2, 1)} == {g.axis: (g.size, g.stride) for g in made.graph.groups}
     assert (KEYS // 8, KEYS // 2) == exchanged(made)[0][1:]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_job_keeps_its_way_of_exchanging_unless_asked_for_another(stateful: Stateful, exchange: str) -> None:
+    """Told by what is issued; another degree keeps it, a layout changes it, and both are what they are from nothing."""
+    state = stateful(4, 1, **BIG)
+    two = spread_context(state, 2, exchange)
+
+    assert exchange == measured_exchange(two)
+    assert exchanged(spread_context(two, 4)) == exchanged(spread_context(state, 4, exchange))
+    for other in EXCHANGES:
+        made = relayout(two, Layout.parse(f"cp=2,exchange={other}"))
+        assert exchanged(made) == exchanged(spread_context(state, 2, other)) and other == made.layout.exchange
+    with pytest.raises(UsageError, match="exchange=magic must be one of all_gather, ring, gather_scatter"):
+        Layout.parse("cp=2,exchange=magic")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from scaletrace.errors import InputError, UsageError
 from scaletrace.extrapolate.described.expand import expand, groups
 from scaletrace.extrapolate.described.lanes import solve_increasing
 from scaletrace.extrapolate.described.planned import (
@@ -202,23 +200,3 @@ def bill(
     if prices is not None:
         out["money_per_million_tokens"] = 1e6 * prices.hour(device.name) / 3600 / tokens_per_s
     return out
-
-
-def prices_of(text: str) -> Prices | None:
-    """Prices from a number (money a GPU-hour) or the name of a YAML or JSON table; None for ""."""
-    if not text:
-        return None
-    try:
-        return Prices.parse(float(text), "--price")
-    except ValueError:
-        pass
-    import yaml
-
-    path = Path(text)
-    if not path.is_file():
-        raise UsageError(f"--price {text!r}: neither a number nor a file; write 2.5 (money a GPU-hour) or a YAML table")
-    try:
-        table = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: can't be read as YAML or JSON ({str(error).splitlines()[0]})") from error
-    return Prices.parse(table, str(path))

@@ -62,13 +62,14 @@ def synth(
     Example: scaletrace synth --model llama2-7b --layout fsdp=8,mbs=2 --mfu 0.4 --out runs/llama
     """
     with exit_codes(debug):
-        from scaletrace.cli.described import Interference, bill, calibrated, prices_of
+        from scaletrace.cli.described import Interference, bill, calibrated
+        from scaletrace.cli.extrapolate import read_prices
         from scaletrace.traces.synth import Fault, plan, write_capture
         from scaletrace.view.progress import progress
 
         _check(steps, step_time, overlap_slowdown)
         faults = [Fault.parse(text) for text in fault or ()]
-        prices = prices_of(price)
+        prices = read_prices(price) if price else None
         described = _described(model, layout, cluster, flash)
         flop = _flop(described, mfu_counts)
         target_s = _target_s(described, flop, step_time, mfu)

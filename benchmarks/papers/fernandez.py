@@ -146,11 +146,12 @@ def without_attention(model: Model, on: Device, base_mfu: float) -> float:
 
 def main(argv: Sequence[str] = ()) -> None:
     from benchmarks.papers.fernandez_page import page
-    from scaletrace.cli.described import prices_of
+    from scaletrace.cli.extrapolate import read_prices
 
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--price", default="", help="money per GPU-hour or a price table: adds the cost of tokens")
-    prices = prices_of(options.parse_args(argv).price)
+    price = options.parse_args(argv).price
+    prices = read_prices(price) if price else None
     folder = ROOT / "docs" / "papers"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in page(prices).items():

@@ -297,7 +297,7 @@ NUMBERS = {
     "--step-time": ("0", "-1", "nan", "inf", "-inf", "1e300", "1e-300"),
     "--mfu": ("0", "-0.1", "1.5", "nan", "inf", "1e300"),
     "--overlap-slowdown": ("-0.1", "nan", "inf", "1e300"),
-    "--price": ("-1", "nan", "inf", "-inf", "no-such-file.yaml"),
+    "--price": ("-1", "nan", "inf", "-inf", "many"),
     "--mfu-counts": ("everything", ""),
     "--fault": ("clock:0:nan", "slow:0:inf", "slow:0:-1", "delay:0:1e300", "drift:0:-inf", "truncated:0:2", "slow:-1:2"),
     "--layout": ("mbs=0", "seq=0", "microbatches=0", "m=0,fsdp=2", "fsdp=0", "mbs=-1", "mbs=nan", "mbs=1e9", "fsdp=2,sequence=00"),

@@ -53,6 +53,7 @@ def find_again(events: Events) -> Again:
     node = np.array([text.startswith(BACKWARD) for text in events.strings], np.bool_)[events.name[ops]]
     inner = np.array([bool(_INSIDE.search(text)) for text in events.strings], np.bool_)[events.name[ops]]
     fresh = (events.ints("Sequence number")[ops] >= 0) & ~inner
+    library = np.array([text.startswith("aten::") for text in events.strings], np.bool_)
     rows, ends = [], []
     for lane in np.unique(events.lane[ops[node]]).tolist():
         mine = events.lane[ops] == lane
@@ -62,6 +63,9 @@ def find_again(events: Events) -> Again:
         inside = (at >= 0) & (events.end_ns[found] <= events.end_ns[outer[np.maximum(at, 0)]])
         found = _outermost(events, found[inside])
         at = np.searchsorted(events.ts_ns[outer], events.ts_ns[found], side="right") - 1
+        # A function of the user's own that only calls another in its backward (an exchange, say) runs nothing again.
+        layers = np.isin(at, at[library[events.name[found]]])
+        found, at = found[layers], at[layers]
         end = events.end_ns[found].copy()
         follows = at[1:] == at[:-1]
         end[:-1][follows] = events.ts_ns[found[1:][follows]]

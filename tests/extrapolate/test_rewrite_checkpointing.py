@@ -129,7 +129,7 @@ NODE = "autograd::engine::evaluate_function: "
 
 
 def small_trace(folder: Path) -> Job:
-    """Two products forward; backward runs the first one again inside the second one's node."""
+    """Two products forward; backward runs the first one again inside the second one's node, and calls an exchange."""
     dims = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]}
     events = [
         {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0, "dur": 1000},
@@ -143,6 +143,8 @@ def small_trace(folder: Path) -> Job:
         op(f"{NODE}MmBackward0", 710, 100, 1),
         op("MmBackward0", 715, 90, 1),
         op("aten::mm", 720, 80, None, **dims),
+        op(f"{NODE}_ExchangeBackward", 820, 50, 0),
+        op("_Exchange", 825, 30, 8),
     ]
     path = folder / "rank0.json"
     path.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": 0, "world_size": 1}}))
@@ -161,14 +163,14 @@ def test_work_run_again_is_told_by_its_own_sequence_numbers(tmp_path: Path) -> N
 
 
 def test_the_host_is_cut_where_work_was_run_again(tmp_path: Path) -> None:
-    """The autograd node of 300 µs becomes the product run again (90 µs) and what is left of it."""
+    """The autograd node of 300 µs becomes the product run again (90 µs) and what is left of it; the others stay."""
     built = build(small_trace(tmp_path))
     state = open_state(built, Layout(mbs=1, seq=64), Network(Cluster.load("gloo_10g")))
     again = np.flatnonzero(state.anatomy.phase == int(Phase.RECOMPUTE))
     left = [n for n in range(len(state.graph)) if state.graph.name_of(n).startswith(NODE)]
 
     assert [("aten::mm", 90_000)] == [(state.graph.name_of(n), int(state.graph.dur_ns[n])) for n in again.tolist()]
-    assert [210_000, 100_000] == state.graph.dur_ns[left].tolist()
+    assert [210_000, 100_000, 50_000] == state.graph.dur_ns[left].tolist()
     assert replay(built.graph).makespan_ns == makespan(state)
     assert state.work.shape[int(again[0])] == state.work.shape[left[0]] is not None
 

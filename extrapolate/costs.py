@@ -67,12 +67,11 @@ class Fit:
         return math.sqrt(max(0.0, variance)) / (sum(parts) or 1.0)
 
     def apply(self, term: Term) -> Term:
-        return Term(
-            term.algorithm,
-            term.protocol,
-            term.local_s * self.local,
-            term.remote_s * self.remote,
-            term.wire_s * self.wire,
+        return replace(
+            term,
+            local_s=term.local_s * self.local,
+            remote_s=term.remote_s * self.remote,
+            wire_s=term.wire_s * self.wire,
         )
 
 
@@ -128,7 +127,10 @@ UNSEEN_TIER_ERROR = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one collective, split into latency and bytes, with algorithm, origin and relative error (1 sigma)."""
+    """Seconds of one collective, split into latency and bytes, with algorithm, origin and relative error (1 sigma).
+
+    uneven  its members end at different times (nccl.Term)
+    """
 
     seconds: float
     alpha_s: float
@@ -136,6 +138,7 @@ class Cost:
     algorithm: str
     provenance: Provenance
     rel_error: float
+    uneven: bool = False
 
 
 def collective_seconds(
@@ -185,7 +188,7 @@ def placed_seconds(
         if floor.seconds > term.seconds:
             return replace(floor, provenance=Provenance.PRIOR, rel_error=max(floor.rel_error, _prior_error(cluster)))
     origin, error = _origin(fit, size_bytes, placed, cluster)
-    return Cost(term.seconds, term.local_s + term.remote_s, term.wire_s, term.algorithm, origin, error)
+    return Cost(term.seconds, term.local_s + term.remote_s, term.wire_s, term.algorithm, origin, error, term.uneven)
 
 
 NOT_TREE = "not tree"

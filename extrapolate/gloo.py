@@ -28,10 +28,12 @@ def ring_rate_Bps(cluster: Cluster, placed: Placement) -> float:
     )
 
 
-def _split(cluster: Cluster, placed: Placement, steps: float, wire_s: float, algorithm: str) -> Term:
+def _split(
+    cluster: Cluster, placed: Placement, steps: float, wire_s: float, algorithm: str, uneven: bool = False
+) -> Term:
     latency = steps * _hop_s(cluster, placed)
     inside = placed.top == 0
-    return Term(algorithm, "tcp", latency if inside else 0.0, 0.0 if inside else latency, wire_s)
+    return Term(algorithm, "tcp", latency if inside else 0.0, 0.0 if inside else latency, wire_s, uneven)
 
 
 def candidates(kind: str, size_bytes: float, placed: Placement, cluster: Cluster) -> list[Term]:
@@ -43,7 +45,11 @@ def candidates(kind: str, size_bytes: float, placed: Placement, cluster: Cluster
     if kind in ("all_reduce", "reduce_scatter"):
         return [_split(cluster, placed, 2 * (n - 1), 2 * size_bytes * (n - 1) / n / rate, "ring")]
     if kind == "all_gather":
-        return [_split(cluster, placed, n - 1, size_bytes * (n - 1) / n / rate, "ring")]
+        # Shards travel in halves, each sent once its receiver has announced that it is ready. Two ranks have one
+        # connection for both directions of both, so that an announcement stands behind the half that was just sent:
+        # the rank that came later ends half a shard after the other.
+        halves = 3 if n == 2 else 2 * (n - 1)
+        return [_split(cluster, placed, n - 1, size_bytes * halves / (2 * n) / rate, "ring", uneven=n == 2)]
     if kind in ("broadcast", "reduce"):
         rounds = math.ceil(math.log2(n))
         return [_split(cluster, placed, rounds, rounds * size_bytes / rate, "binomial")]

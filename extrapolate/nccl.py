@@ -24,6 +24,7 @@ class Term:
     local_s   base latency and hops inside the innermost domain
     remote_s  hops across the network
     wire_s    bytes over bandwidth
+    uneven    its members end at different times, the last after all of it; else they end together
     """
 
     algorithm: str
@@ -31,6 +32,7 @@ class Term:
     local_s: float
     remote_s: float
     wire_s: float
+    uneven: bool = False
 
     @property
     def seconds(self) -> float:

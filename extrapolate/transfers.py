@@ -262,7 +262,7 @@ def rescale(
         return cache[key]
 
     ratio, absolute = np.ones(len(new.collectives)), np.zeros(len(new.collectives))
-    moving = np.ones(len(new.collectives))
+    moving, evens_out = np.ones(len(new.collectives)), np.zeros(len(new.collectives), np.bool_)
     costs: list[Cost | None] = []
     for at, (was, now) in enumerate(zip(old.collectives, new.collectives, strict=True)):
         before, after = cost_of(was, old.groups), cost_of(now, new.groups)
@@ -278,6 +278,7 @@ def rescale(
         )
         if before.seconds > 0:
             ratio[at] = after.seconds / before.seconds
+            evens_out[at] = before.uneven and not after.uneven
             if now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size:
                 # More ranks never make the same bytes faster; only a prior beyond a slow measured tier would say so.
                 ratio[at] = max(1.0, ratio[at])
@@ -286,9 +287,12 @@ def rescale(
     out = dur_ns.copy()
     nodes = np.flatnonzero((new.kind == NodeKind.TRANSFER) & (new.instance >= 0))
     instance = new.instance[nodes]
-    changed = (ratio[instance] != 1.0) | (absolute[instance] != 0.0)
+    changed = (ratio[instance] != 1.0) | (absolute[instance] != 0.0) | evens_out[instance]
     nodes, instance = nodes[changed], instance[changed]
-    out[nodes] = np.round(dur_ns[nodes] * ratio[instance] + absolute[instance]).astype(np.int64)
+    longest = np.zeros(len(new.collectives), np.int64)
+    np.maximum.at(longest, instance, dur_ns[nodes])
+    was_ns = np.where(evens_out[instance], longest[instance], dur_ns[nodes])
+    out[nodes] = np.round(was_ns * ratio[instance] + absolute[instance]).astype(np.int64)
     return Scaled(out, tuple(costs), moving)
 
 

@@ -89,6 +89,14 @@ def test_gloo_rings_move_twice_the_vector_over_one_link() -> None:
     assert cost.seconds == collective_seconds("reduce_scatter", 4 * MIB, 4, ETHERNET).seconds
 
 
+def test_gloos_all_gather_over_two_ranks_takes_half_a_shard_more() -> None:
+    """Two ranks announce and send over one connection: three halves of a shard, where larger rings send n - 1 shards."""
+    two, four = (collective_seconds("all_gather", 4 * MIB, n, ETHERNET) for n in (2, 4))
+
+    assert pytest.approx(0.75 * 4 * MIB / (0.125e9 * 0.94)) == two.beta_s == pytest.approx(four.beta_s)
+    assert (True, False) == (two.uneven, four.uneven)
+
+
 def test_one_rank_costs_nothing_and_an_unknown_kind_is_refused() -> None:
     """A group of one moves nothing; a custom operation has no model."""
     assert 0.0 == collective_seconds("all_reduce", MIB, 1, H100).seconds

@@ -24,7 +24,7 @@ from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.replay.engine import replay
 
-H100 = Cluster.load("dgx_h100")
+H100, ETHERNET = Cluster.load("dgx_h100"), Cluster.load("gloo_1g")
 
 
 def _job(durations: list[int], items: list[GraphCollective], groups: list[GraphGroup] | None = None) -> Graph:
@@ -107,6 +107,19 @@ def test_measured_times_are_multiplied_by_a_ratio_of_costs() -> None:
     moved = change.dur_ns[graph.kind == NodeKind.TRANSFER]
     assert [pytest.approx(1.5e9 * after, rel=1e-6)] * 2 == moved.tolist()
     assert Provenance.PRIOR is change.worst
+
+
+def test_a_larger_ring_takes_as_long_as_the_last_of_two_ranks() -> None:
+    """Over gloo one of two ranks ends half a shard before the other, but all ranks of a larger ring end together."""
+    graph = _job([0], [GraphCollective("all_gather", 0, 1 << 20, 1 << 21)], [GraphGroup("fsdp", 2, 1)])
+    moves = graph.kind == NodeKind.TRANSFER
+    graph.dur_ns[moves] = (20_000_000, 30_000_000)
+    new = resize(graph, Layout(fsdp=2), Layout(fsdp=4))
+    two, four = (collective_seconds("all_gather", 2 << 20, n, ETHERNET).seconds for n in (2, 4))
+    change = rescale(graph, new, graph.dur_ns, ETHERNET, None)
+
+    assert [pytest.approx(30e6 * four / two, rel=1e-6)] * 2 == change.dur_ns[moves].tolist()
+    assert [20_000_000, 30_000_000] == rescale(graph, graph, graph.dur_ns, ETHERNET, None).dur_ns[moves].tolist()
 
 
 def test_a_group_of_one_gets_the_models_own_time() -> None:

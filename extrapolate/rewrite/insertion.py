@@ -17,11 +17,13 @@ from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.rewrite.loom import Loom, reopen
 from scaletrace.extrapolate.rewrite.select import spliced
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told
-from scaletrace.parse.events import BoolArray, Int32Array
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 
 _CALL = re.compile(r"^(c10d|_c10d_functional)::")
-_WRAPPER = re.compile(r"(^|: )_?(ToTorchTensor|FromTorchTensor|Redistribute|NestedRedistribute)(Backward)?$")
+_WRAPPER = re.compile(
+    r"(^|: )_?(ToTorchTensor|FromTorchTensor|Redistribute|NestedRedistribute)(Backward)?$|^_c10d_functional::"
+)
 LANE, PREFIX = "tensor parallel", "tp "
 
 
@@ -147,28 +149,31 @@ def _orphans(graph: Graph, drop: BoolArray) -> BoolArray:
 
 
 def _calls(graph: Graph, drop: BoolArray, wrappers: bool) -> BoolArray:
-    """Host work that only served what goes: the calls and launches that issued it, the waits that awaited nothing else,
-    and (`wrappers`) DTensor's own."""
+    """Host work that only served what goes: the calls and launches that issued it and their stalls, the waits that
+    awaited nothing else, and (`wrappers`) DTensor's own."""
     into = graph.edge_dst
+    late = (graph.kind == int(NodeKind.STALL)) & _any(graph, graph.pred[drop[into]])
+    late &= ~_any(graph, graph.pred[~drop[into]])
     host = np.isin(graph.kind, [int(NodeKind.HOST), int(NodeKind.LAUNCH)])
-    call = np.array([bool(_CALL.search(name)) for name in graph.names] + [False], np.bool_)[graph.name]
-    call |= graph.kind == int(NodeKind.LAUNCH)
-    issues = np.isin(graph.edge_kind, [int(EdgeKind.LAUNCH), int(EdgeKind.HAND_OVER)]) & drop[into]
-    out = np.zeros(len(graph), np.bool_)
-    out[graph.pred[issues & (host & call)[graph.pred]]] = True
-    waits = graph.kind == int(NodeKind.WAIT)
-    foreign = graph.edge_kind != int(EdgeKind.PROGRAM)
-    for goes in (True, False):
-        awaited = np.zeros(len(graph), np.bool_)
-        awaited[into[waits[into] & foreign & (drop[graph.pred] == goes)]] = True
-        out = out | (waits & awaited) if goes else out & ~(waits & awaited)
-    named = np.array([bool(_WRAPPER.search(name)) for name in graph.names] + [False], np.bool_)[graph.name]
-    waiting = np.array([name == "_c10d_functional::wait_tensor" for name in graph.names] + [False], np.bool_)[
-        graph.name
-    ]
+    call = _named(graph, _CALL) | (graph.kind == int(NodeKind.LAUNCH))
+    issues = np.isin(graph.edge_kind, [int(EdgeKind.LAUNCH), int(EdgeKind.HAND_OVER)]) & (drop | late)[into]
+    out = late | _any(graph, graph.pred[issues & (host & call)[graph.pred]])
+    waits = np.isin(graph.kind, [int(NodeKind.WAIT), int(NodeKind.STALL)])
+    foreign = (graph.edge_kind != int(EdgeKind.PROGRAM)) & waits[into]
+    out |= waits & _any(graph, into[foreign & drop[graph.pred]]) & ~_any(graph, into[foreign & ~drop[graph.pred]])
     if wrappers:
-        out |= host & (named | waiting) & (graph.kind == int(NodeKind.HOST))
+        out |= (graph.kind == int(NodeKind.HOST)) & _named(graph, _WRAPPER)
     return np.asarray(out, np.bool_)
+
+
+def _any(graph: Graph, nodes: Int32Array | IntArray) -> BoolArray:
+    out = np.zeros(len(graph), np.bool_)
+    out[nodes] = True
+    return out
+
+
+def _named(graph: Graph, pattern: re.Pattern[str]) -> BoolArray:
+    return np.array([bool(pattern.search(name)) for name in graph.names] + [False], np.bool_)[graph.name]
 
 
 def _pruned(graph: Graph) -> Graph:

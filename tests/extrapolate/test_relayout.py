@@ -140,3 +140,19 @@ def test_recorded_jobs_come_back_from_pipelines(shared_data: Path, job: str, mea
 
     assert parts(state.graph) != parts(once.graph)
     assert parts(state.graph) == parts(back.graph)
+
+
+@pytest.mark.parametrize(("job", "measured"), [("tp_w4", "tp=4,mbs=1,seq=8"), ("tp_dp_w4", "fsdp=2,tp=2,mbs=1,seq=8")])
+def test_removed_tensor_parallelism_leaves_no_call_behind(shared_data: Path, job: str, measured: str) -> None:
+    """Neither a collective of the tensor axis, nor a call or wait for one, nor a wrapper of DTensor is left, and every
+    thread still runs through."""
+    state = opened(shared_data / "gloo" / job, measured)
+    made = relayout(state, replace(state.layout, tp=1))
+    used = {made.graph.collectives[i].group for i in made.graph.instance[made.graph.instance >= 0].tolist()}
+    names = {made.graph.name_of(node) for node in range(len(made.graph))}
+    loose = [int((np.diff(graph.pred_ptr) == 0).sum()) for graph in (state.graph, made.graph)]
+
+    assert "tp" not in {made.graph.groups[group].axis for group in used}
+    assert not [name for name in names if "Redistribute" in name or "TorchTensor" in name or "_c10d_functional" in name]
+    assert loose[1] <= loose[0]
+    assert made.graph.is_topological()

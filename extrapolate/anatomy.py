@@ -95,10 +95,7 @@ class Anatomy:
 def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
     """The anatomy of a job. With a pipeline in `layout` the units of its stages are numbered through."""
     graph, job = built.graph, built.job
-    ranks = [trace.rank for trace in job.ranks]
-    sections, outline = outlined(
-        job, {rank: layout.coordinates(rank)["pp"] if layout and rank < layout.ranks else 0 for rank in ranks}
-    )
+    sections, outline = outlined(job, stages_in(job, layout))
     names, flags, shift = outline.names, outline.is_layer, outline.shift
     at = np.full(len(graph), -1, np.int64)
     clock = {rank: job.clocks[rank].offset_ns if rank in job.clocks else 0 for rank in sections}
@@ -153,6 +150,12 @@ class Outline:
     @property
     def layers(self) -> int:
         return sum(self.is_layer)
+
+
+def stages_in(job: Job, layout: Layout | None) -> dict[int, int]:
+    """Pipeline stage of each rank that is there under a layout, 0 without one."""
+    ranks = [trace.rank for trace in job.ranks]
+    return {rank: layout.coordinates(rank)["pp"] if layout and rank < layout.ranks else 0 for rank in ranks}
 
 
 def outlined(job: Job, stages: Mapping[int, int]) -> tuple[dict[int, Sections], Outline]:

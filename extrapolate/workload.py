@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from scaletrace.errors import InputError
-from scaletrace.extrapolate.anatomy import Anatomy, forward_ops
+from scaletrace.extrapolate.anatomy import Anatomy, Outline, forward_ops, outlined, stages_in
 from scaletrace.extrapolate.cluster import Device
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, ceilings_seen, seconds, shape_of
@@ -168,8 +168,8 @@ def infer_model(built: Built, anatomy: Anatomy, layout: Layout) -> tuple[Model, 
     """(model, layout with micro batch and length, bytes an element) from the operators' dimensions of a job."""
     if not anatomy.layers:
         raise InputError(f"no layers were found: {anatomy.why}; or name a model instead of a trace")
-    sections = {trace.rank: sections_of(trace) for trace in built.job.ranks}
-    shapes = {unit: _unit_shapes(built, anatomy, unit, sections) for unit in range(len(anatomy.units))}
+    sections, outline = outlined(built.job, stages_in(built.job, layout))
+    shapes = {unit: _unit_shapes(built, unit, sections, outline) for unit in range(len(anatomy.units))}
     layers = [unit for unit, is_layer in enumerate(anatomy.is_layer) if is_layer]
     products = [s for s in shapes[layers[0]] if s.work is Work.MATMUL and s.batch == 1]
     if not products:
@@ -203,16 +203,16 @@ def _vocabulary(shapes: dict[int, list[Shape]], anatomy: Anatomy, hidden: int) -
     return found[-1] if found else 0
 
 
-def _unit_shapes(built: Built, anatomy: Anatomy, unit: int, found: Mapping[int, Sections]) -> list[Shape]:
+def _unit_shapes(built: Built, unit: int, found: Mapping[int, Sections], outline: Outline) -> list[Shape]:
     """Shapes of the forward operators of one unit in the first micro batch of the first rank that runs it."""
     for trace in built.job.ranks:
-        sections = found[trace.rank]
-        name = anatomy.units[unit]
-        if name not in sections.units:
+        sections, shift = found[trace.rank], outline.shift[trace.rank]
+        if unit not in shift:
             continue
         events, rows = trace.events, forward_ops(trace, sections)
         at = sections.at(events.ts_ns[rows])
-        mine = (sections.unit[at] == sections.units.index(name)) & (sections.micro_batch[at] == 0)
+        local = sections.unit[at]
+        mine = (local >= 0) & (shift[np.maximum(local, 0)] == unit) & (sections.micro_batch[at] == 0)
         mine &= sections.step[at] == sections.step[0]
         out = []
         reach = -1

@@ -79,7 +79,7 @@ def test_a_capture_is_searched_from_its_measured_layers(shared_data: Path) -> No
     assert any("Model read from shapes: 4 layers of width 64" in note for note in answer["health"]["notes"])
 
 
-@pytest.mark.parametrize("name", ["ddp_w2", "tp_w2", "fsdp2_w2", "pp_1f1b_w2", "ddp_w4", "tp_dp_w4"])
+@pytest.mark.parametrize("name", ["ddp_w2", "tp_w2", "fsdp2_w2", "pp_1f1b_w2", "pp_1f1b_w4", "tp_dp_w4"])
 def test_the_estimate_of_a_capture_is_its_measured_step(shared_data: Path, name: str) -> None:
     """Whatever the job spends its time on, at the measured layout the estimate is the measurement, and says how."""
     code, text = call(str(shared_data / "gloo" / name), "--gpus", "4", "--confirm", "0", "--json")

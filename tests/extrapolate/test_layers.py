@@ -130,6 +130,61 @@ def test_fsdp_names_the_modules() -> None:
     assert "O F0.0 F1.0 F2.0 F3.0 B3.0 B2.0 B1.0 B0.0" == spell(sections)
 
 
+def wrapped(names: list[str], parts: list[list[Row]]) -> list[Row]:
+    """Operators in the annotations that FSDP2 writes around its modules; "" is the root."""
+    rows: list[Row] = []
+    for name, inside in zip(names, parts, strict=True):
+        label = "FSDP::root_pre_forward" if not name else f"FSDP::pre_forward ({name})"
+        rows.append(("user_annotation", label, 1, None))
+        rows += inside
+        if name:
+            rows.append(("user_annotation", f"FSDP::post_forward ({name})", 0, None))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("names", "units", "layers"),
+    [
+        (["", "layers.0.mix", "layers.0.mlp", "layers.1.mix", "layers.1.mlp"],
+         ("embedding", "layers.0", "layers.1", "head"), 2),
+        (["tok_embeddings", "layers.0", "layers.1", "norm", "output"],
+         ("embedding", "layers.0", "layers.1", "norm", "head"), 2),
+        (["embed", "blocks.0", "blocks.1", "blocks.2", "lm_head"],
+         ("embedding", "blocks.0", "blocks.1", "blocks.2", "head"), 3),
+        (["", "dense.0", "moe.1", "moe.2", "dense.3"], ("embedding", "dense.0", "moe.1", "moe.2", "dense.3", "head"), 4),
+        (["", "stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1"],
+         ("embedding", "stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1", "head"), 4),
+        (["embed", "a", "h.0", "b", "lm_head"], ("embedding", "a", "h.0", "b", "head"), 1),
+    ],
+)  # fmt: skip
+def test_units_of_fsdp_are_layers_where_their_names_count(
+    names: list[str], units: tuple[str, ...], layers: int
+) -> None:
+    """Parts of a layer are that layer, modules for embedding and head are those, and one numbered module is one layer."""
+    each: list[list[Row]] = [[("cpu_op", f"aten::op{at}", 5, at)] for at in range(5)]
+    backward: list[Row] = [("cpu_op", BACKWARD + "Op", 9, at) for at in reversed(range(5))]
+    sections = find_sections(trace_of([*wrapped(names, each), *backward]))
+
+    assert (units, layers, "FSDP annotations") == (sections.units, sections.layers, sections.rule)
+
+
+def test_a_root_alone_names_no_layer() -> None:
+    """Where FSDP wraps only the whole model its operators tell the layers."""
+    forward, backward = model(3)
+    sections = find_sections(trace_of([*wrapped([""], [forward]), *backward]))
+
+    assert (3, "repeated operators") == (sections.layers, sections.rule)
+
+
+def test_the_optimizer_is_told_without_its_annotation() -> None:
+    """Updates of weights behind the backward pass are the optimizer, what comes between and after is not."""
+    forward, backward = model(2)
+    tail: list[Row] = [("cpu_op", name, 5, None) for name in ("aten::norm_all", "aten::_foreach_mul_", "aten::item")]
+    sections = find_sections(trace_of([*forward, *backward, *tail]))
+
+    assert spell(sections).endswith("B1.0 B0.0 O Z O")
+
+
 def test_pipeline_actions_name_the_micro_batch() -> None:
     """`Forward 0` and `Backward 0` say which micro batch runs."""
     f0, b0 = model(2)

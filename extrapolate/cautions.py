@@ -112,7 +112,7 @@ def axes(job: Job, graph: Graph, layout: Layout, health: Health) -> None:
     if not doubts:
         return
     worst = min(doubts, key=lambda group: group.confidence)
-    named = worst.axis or "unnamed, counted as dp"
+    named = {"world": "counted as dp", "": "counted as dp"}.get(worst.axis, f"taken for {worst.axis}")
     health.note(
         f"The job is taken to be {layout}: its group of {worst.size} ranks {max(worst.stride, 1)} apart is {named} with "
         f"{worst.confidence:.0%} certainty, inferred from how it is used. If it is not, name the axes with --axes."

@@ -70,7 +70,8 @@ def shares(graph: Graph, start_ns: IntArray, end_ns: IntArray, made: Plan | None
             part = axis[mine] == name
             by_axis[name] += weight * _uncovered(begin[part], end[part], *ours)
             waiting[name] += weight * _uncovered(begin[part], moving[part], *ours)
-    return Shares(busy, exposed, by_axis, held, waiting)
+    plain = ({name: float(share) for name, share in each.items()} for each in (by_axis, waiting))
+    return Shares(float(busy), float(exposed), next(plain), float(held), next(plain))
 
 
 def _length(low: IntArray, high: IntArray) -> float:

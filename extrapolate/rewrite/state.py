@@ -15,10 +15,11 @@ from scaletrace.errors import InputError
 from scaletrace.extrapolate.anatomy import Anatomy, dissect
 from scaletrace.extrapolate.estimate import MESSAGE_OVERHEAD_S, Network
 from scaletrace.extrapolate.inferred import with_inferred_shapes
-from scaletrace.extrapolate.kernels import Ceilings, latency_s
+from scaletrace.extrapolate.kernels import Ceilings
+from scaletrace.extrapolate.latency import with_latency
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
-from scaletrace.extrapolate.nodework import FloatArray, NodeWork, Stretch, node_work, retime
+from scaletrace.extrapolate.nodework import NodeWork, Stretch, node_work, retime
 from scaletrace.extrapolate.recompute import how_much, like_forward, marked, with_recompute
 from scaletrace.extrapolate.routing import UNKNOWN, Routing, observed
 from scaletrace.extrapolate.workload import infer_model, measured_ceilings
@@ -84,7 +85,7 @@ def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceiling
         layout = replace(layout, recompute=how_much(anatomy, work))
     ceilings = ceilings or _ceilings(built, network)
     work = with_inferred_shapes(built.graph, anatomy, work, layout, ceilings)
-    work = with_latency(built.graph, anatomy.exact_ns, work, ceilings)
+    work = with_latency(built, work, ceilings)
     health = Health()
     health.add(anatomy.health)
     health.add(work.health)
@@ -103,17 +104,6 @@ def _ceilings(built: Built, network: Network) -> Ceilings:
         return Ceilings.of(network.cluster.device)
     measured = measured_ceilings(built)
     return measured if np.isfinite([measured.flops, measured.memory_Bps]).all() else Ceilings.of(network.cluster.device)
-
-
-def with_latency(graph: Graph, exact_ns: FloatArray, work: NodeWork, ceilings: Ceilings) -> NodeWork:
-    """The work with what device kernels wait beside launch and work (kernels.latency_s) among what nothing stretches."""
-    device = np.array([lane.is_device for lane in graph.lanes] + [False], np.bool_)[graph.lane]
-    held = work.held_ns.copy() if len(work.held_ns) else np.zeros(len(graph))
-    for node in np.flatnonzero(device & work.computes & ~on_weights(graph)).tolist():
-        shape = work.shape[node]
-        if shape is not None:
-            held[node] += 1e9 * latency_s((exact_ns[node] - held[node]) * 1e-9, shape, ceilings)
-    return replace(work, held_ns=held)
 
 
 def _columns(ranks: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], ...]:

@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.inferred import BLIND, TOLD, Sizes, _products, with_inferred_shapes
-from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, seconds
+from scaletrace.extrapolate.kernels import Ceilings, Shape
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.nodework import NodeWork
-from scaletrace.extrapolate.rewrite.state import State, with_latency
-from scaletrace.parse.graph import GraphCollective, GraphGroup, NodeKind
+from scaletrace.extrapolate.rewrite.state import State
+from scaletrace.parse.graph import GraphCollective, GraphGroup
 
 Stateful = Callable[..., State]
 H100 = Ceilings(8e14, 2.8e12, 132, 2e-6)
@@ -91,19 +89,3 @@ def test_products_of_a_layer_by_their_number(count: int, tp: int, expected: list
 
     assert expected == [(shape.columns, shape.depth) for shape in forward]
     assert [shape for shape in reversed(forward) for _ in range(2)] == backward
-
-
-def test_what_a_kernel_waits_beside_its_work_is_not_stretched() -> None:
-    """A kernel of next to no work and 8 µs keeps most of them; one of 1 ms that is twice its model keeps almost none."""
-    draft = Draft()
-    small, large = Shape(Work.NORM, 8, 64), Shape(Work.NORM, 8192 * 16, 4096)
-    for dur_ns in (8_000, 2_000_000):
-        draft.node(NodeKind.KERNEL, dur_ns, rank=0, lane="stream 7", name="norm")
-    graph = draft.graph()
-    n = len(graph)
-    work = NodeWork((small, large), np.zeros(n, np.uint8), np.ones(n, np.bool_), (), np.zeros(n, np.int32),
-                    np.zeros(n, np.uint8))  # fmt: skip
-    held = with_latency(graph, graph.dur_ns.astype(float), work, H100).held_ns
-
-    assert 5_900 < held[0] < 6_000
-    assert held[1] < 0.01 * (2_000_000 - 1e9 * seconds(large, H100))

@@ -270,13 +270,16 @@ sources' outliers left out). A family is a model, a layout or a system whose run
 {rows}
 
 The gates fit the smallest run; any other choice is as fair a test, and what moves between the columns is how much the
-verdict owes to that choice. Fitting a larger run and predicting smaller ones shows the same misses with the other sign.
+verdict owes to that choice. InternEvo, Mosaic on A100 and MegaScale pass their gates by little, and fail them by as little with
+other fitted runs. Fitting a larger run and predicting smaller ones shows the same misses with the other sign.
 
-λ, the only number fitted for a device, found from every pair of neighbouring sizes instead of the one pair that fixed it:
+λ, the only number of a device that was fitted for these tables, found from every pair of neighbouring sizes instead of the one
+pair that fixed it:
 
 {losses}
 
 Neighbouring sizes differ by a percent or two, as much as their own noise, so single pairs scatter; the medians say whether
-the constant is typical. And what the errors are (fitted on the smallest run) if λ is wrong:
+the constant is typical. For H100 three sources give it again. For A100 they do not: its tables hardly depend on λ, as the next
+table shows, so that number is known to a factor of two at best. And what the errors are (fitted on the smallest run) if λ is wrong:
 
 {shifts}"""

@@ -139,8 +139,12 @@ def _add_main(
     stretch after it.
     """
     events = trace.events
-    if len(points) < 2:
-        return np.full(len(points), -1, np.int32), np.full(len(waits.to_ns), -1, np.int32)
+    none = np.full(len(waits.to_ns), -1, np.int32)
+    if not len(points):
+        return none[:0], none
+    if len(points) == 1:
+        lane = draft.lane(trace.rank, thread_name(events, thread), False) if thread >= 0 else -1
+        return _add_origin(draft, trace.rank, lane, int(step_of(points, steps)[0]), int(points[0]) + shift_ns), none
     chain = _chain(points, waits)
     count, waiting = len(chain.at), chain.waiting
     row = _operators(events, thread, chain.at)

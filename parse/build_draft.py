@@ -105,15 +105,15 @@ class Draft:
         return np.arange(first, self.count, dtype=np.int32)
 
     def add_edges(self, src: Any, dst: Any, lag_ns: Any, kind: EdgeKind, source: EdgeSource | npt.NDArray[Any]) -> None:
-        """Add edges; `src` gives the length, the others may be scalars."""
+        """Add edges; `src` gives the length, the others may be scalars. Those from or to no node (-1) are left out."""
         count = len(np.atleast_1d(src))
         values = (np.atleast_1d(src), dst, lag_ns, int(kind), source)
-        self._edges.append(
-            {
-                key: np.broadcast_to(np.asarray(value, dtype), (count,))
-                for (key, dtype), value in zip(EDGE_COLUMNS.items(), values, strict=True)
-            }
-        )
+        chunk = {
+            key: np.broadcast_to(np.asarray(value, dtype), (count,))
+            for (key, dtype), value in zip(EDGE_COLUMNS.items(), values, strict=True)
+        }
+        real = (chunk["src"] >= 0) & (chunk["dst"] >= 0)
+        self._edges.append(chunk if real.all() else {key: value[real] for key, value in chunk.items()})
 
     def nodes(self) -> dict[str, npt.NDArray[Any]]:
         """All node columns, one array each."""

@@ -33,7 +33,7 @@ from scaletrace.parse.health import Health
 from scaletrace.parse.host import (
     Call,
     Calls,
-    chain_of_thread,
+    chains_of,
     find_calls,
     layers_at,
     loader_spans,
@@ -84,11 +84,13 @@ def _beside(job: Job, trace: RankTrace, calls: Calls) -> tuple[Calls, Beside]:
     end = (works.issue_ns, marks.start_ns[cut], waits.to_ns, joins.to_ns, marks.end_ns[cut])
     meaning = (Call.ISSUE, Call.ISSUE, Call.HOST_WAIT, Call.HOST_WAIT, Call.ISSUE)
     count = [len(part) for part in row]
+    on = np.full(sum(count), thread, np.int32)
+    on[: len(host)] = np.where(host >= 0, events.lane[np.maximum(host, 0)], thread)
     extra = Calls(
         np.concatenate(row).astype(np.int32),
-        np.full(sum(count), thread, np.int32),
+        on,
         np.repeat(np.array([int(one) for one in meaning], np.uint8), count),
-        np.full(sum(count), chain_of_thread(calls, thread), np.int32),
+        chains_of(calls, on),
         np.concatenate(start),
         np.concatenate(end),
     )

@@ -110,10 +110,11 @@ def with_host_waits(calls: Calls, extra: Calls) -> tuple[Calls, Int32Array]:
     return Calls(**merged), place[len(calls) :]
 
 
-def chain_of_thread(calls: Calls, thread: int) -> int:
-    """The chain of a thread's calls; a thread without any has the main one."""
-    mine = np.flatnonzero(calls.thread == thread)
-    return int(calls.chain[mine[0]]) if len(mine) else 0
+def chains_of(calls: Calls, threads: Int32Array) -> Int32Array:
+    """The chain of each thread's calls, int32 per thread given; a thread without any call has the main one."""
+    lanes, first = np.unique(calls.thread, return_index=True)
+    chain = dict(zip(lanes.tolist(), calls.chain[first].tolist(), strict=True))
+    return np.array([chain.get(thread, 0) for thread in threads.tolist()], np.int32)
 
 
 @jit

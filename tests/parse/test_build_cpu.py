@@ -169,3 +169,12 @@ def test_a_function_of_the_users_own_may_wait_for_what_it_issued(tmp_path: Path,
     faster[late] -= 500_000
 
     assert replay(built.graph).makespan_ns - 500_000 == replay(built.graph, faster).makespan_ns
+
+
+@pytest.mark.parametrize("thread", [100, 300])
+def test_a_moment_alone_has_a_graph(tmp_path: Path, thread: int) -> None:
+    """One span of no length is all there is: two nodes of the work and where it comes from, and no endless search."""
+    built = build(job_of(tmp_path, [op("gloo:all_reduce", 5, 0, tid=thread, cat="user_annotation")]))
+
+    assert 0 == replay(built.graph).makespan_ns
+    assert 1 == int(built.graph.nodes(NodeKind.TRANSFER).sum())

@@ -28,6 +28,7 @@ CALLS = (
     "cudaEventQuery",
 )
 KERNELS = ("gemm", "ncclDevKernel_AllReduce_Sum_f32", "elementwise")
+FETCH = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 time_us, short_us = st.integers(0, 2000), st.integers(0, 400)
 correlation, stream, thread = st.integers(0, 12), st.sampled_from((7, 20, 24)), st.sampled_from((100, 200))
 
@@ -39,14 +40,15 @@ def events(draw: st.DrawFn) -> Event:
     if kind < 4:
         return call(draw(st.sampled_from(CALLS)), draw(time_us), draw(short_us), draw(correlation), draw(thread))
     if kind < 7:
-        grid: dict[str, Any] = {"grid": [draw(st.integers(1, 300)), 1, 1]}
+        grid: dict[str, Any] = {"grid": [draw(st.integers(1, 300)), 1, 1], "block": [draw(st.integers(0, 2048)), 1, 1]}
         name = draw(st.sampled_from(KERNELS))
         return kernel(name, draw(time_us), draw(short_us), draw(correlation), draw(stream), **grid)
     if kind < 8:
         return kernel("Memcpy DtoH", draw(time_us), draw(short_us), draw(correlation), draw(stream), cat="gpu_memcpy")
-    name = draw(st.sampled_from(("record_param_comms", "aten::mm", "c10d::allreduce_", "gloo:all_reduce")))
-    cat = "user_annotation" if name.startswith("gloo") else "cpu_op"
-    return op(name, draw(time_us), draw(short_us), draw(st.sampled_from((100, 200, 300))), cat)
+    name = draw(st.sampled_from(("record_param_comms", "aten::mm", "c10d::allreduce_", "gloo:all_reduce", FETCH)))
+    cat = "user_annotation" if name.startswith(("gloo", "enumerate")) else "cpu_op"
+    where = draw(st.sampled_from((100, 200, 300, 400)))
+    return op(name, draw(time_us), draw(short_us) * draw(st.sampled_from((1, 10))), where, cat)
 
 
 @given(st.lists(st.lists(events(), min_size=1, max_size=25), min_size=1, max_size=2))

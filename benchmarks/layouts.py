@@ -82,7 +82,7 @@ class Job:
 
 CASES = (
     (Job("tp", 2, tp=2), Job("tp", 4, tp=4)),
-    (Job("megatron", 2, tp=2, tokens=64, ns=640, inner=1), Job("megatron", 4, tp=4, tokens=64, ns=640, inner=1)),
+    (Job("megatron", 2, tp=2, tokens=64, ns=1280, inner=1), Job("megatron", 4, tp=4, tokens=64, ns=1280, inner=1)),
     (Job("tp", 2, tp=2, tokens=64), Job("tp", 4, tp=4, tokens=64)),
     (Job("pp", 2, 1, 4, 64, 150), Job("pp", 4, 1, 4, 64, 150)),
     (Job("pp", 2, 1, 4, 64, 150), Job("pp", 2, 1, 8, 64, 150)),

@@ -24,7 +24,7 @@ from scaletrace.parse.build import Built
 from scaletrace.parse.events import BoolArray, ByteArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.job import Job, RankTrace
+from scaletrace.parse.job import STEADY, Job, RankTrace
 
 MESSAGES = ("send", "recv")
 _MESSAGE_CALL = re.compile(r"c10d::(send|recv|recv_|coalesced)|batch_isend_irecv|p2p", re.IGNORECASE)
@@ -98,10 +98,9 @@ def dissect(built: Built, layout: Layout | None = None) -> Anatomy:
     sections, outline = outlined(job, stages_in(job, layout))
     names, flags, shift = outline.names, outline.is_layer, outline.shift
     at = np.full(len(graph), -1, np.int64)
-    clock = {rank: job.clocks[rank].offset_ns if rank in job.clocks else 0 for rank in sections}
     for rank, found in sections.items():
         mine = np.flatnonzero(graph.rank == rank)
-        at[mine] = found.at(built.measured.start_ns[mine] + clock[rank])
+        at[mine] = found.at(job.clocks.get(rank, STEADY).to_own_ns(built.measured.start_ns[mine]))
     host = np.isin(graph.kind, [int(k) for k in (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.WAIT, NodeKind.STALL)])
     host &= np.array([not lane.is_device for lane in graph.lanes] + [False], np.bool_)[graph.lane]
     issued = _issued(graph.pred_ptr, graph.pred, graph.edge_kind, graph.rank, at, host)

@@ -25,7 +25,7 @@ from scaletrace.parse.build import Built
 from scaletrace.parse.events import BoolArray, ByteArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.job import RankTrace
+from scaletrace.parse.job import STEADY, RankTrace
 
 FloatArray = npt.NDArray[np.float64]
 SMALL_NS = 2_000
@@ -113,14 +113,11 @@ def node_work(built: Built, anatomy: Anatomy, tp: int = 1) -> NodeWork:
     held = np.zeros(n)
     for trace in built.job.ranks:
         ops = all_outermost(trace)
-        clock = built.job.clocks[trace.rank].offset_ns if trace.rank in built.job.clocks else 0
+        clock = built.job.clocks.get(trace.rank, STEADY)
         mine = np.flatnonzero(graph.rank == trace.rank)
-        at = np.searchsorted(ops.start_ns, built.measured.start_ns[mine] + clock, side="right") - 1
-        inside = (
-            (at >= 0) & (built.measured.start_ns[mine] + clock < ops.end_ns[np.maximum(at, 0)])
-            if len(ops.row)
-            else np.zeros(len(mine), np.bool_)
-        )
+        began = clock.to_own_ns(built.measured.start_ns[mine])
+        at = np.searchsorted(ops.start_ns, began, side="right") - 1
+        inside = (at >= 0) & (began < ops.end_ns[np.maximum(at, 0)]) if len(ops.row) else np.zeros(len(mine), np.bool_)
         op[mine] = np.where(inside, at, -1)
         unit = _unit_of_ops(graph, anatomy, op, mine, len(ops.row))
         of_op, weights_here = _roles(trace, ops, unit, anatomy, tp)
@@ -129,9 +126,8 @@ def node_work(built: Built, anatomy: Anatomy, tp: int = 1) -> NodeWork:
         marks[trace.rank] = _marks(trace.events, ops, of_op, unit)
         tables[trace.rank] = (_shapes(trace.events, ops), of_op)
         ran = mine[inside & (op[mine] >= 0)]
-        held[ran] = dispatch_ns(
-            trace.events, ops, op[ran], built.measured.start_ns[ran] + clock, built.measured.end_ns[ran] + clock
-        )
+        start, end = (clock.to_own_ns(times[ran]) for times in (built.measured.start_ns, built.measured.end_ns))
+        held[ran] = dispatch_ns(trace.events, ops, op[ran], start, end)
     host = np.array([not lane.is_device for lane in graph.lanes] + [False], np.bool_)[graph.lane]
     issued = _spread(graph.pred_ptr, graph.pred, graph.edge_kind, graph.rank, op, host)
     for rank, (shape_of_op, role_of_op) in tables.items():

@@ -21,6 +21,7 @@ from scaletrace.parse.build import Built
 from scaletrace.parse.cats import OP_CATS
 from scaletrace.parse.events import BoolArray, Events, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
+from scaletrace.parse.job import STEADY, Clock
 
 WHOLE = 0.99
 """A stretch of the host counts as run again if this share of it was; of less, that part is cut off it."""
@@ -110,7 +111,7 @@ def with_recompute(built: Built) -> tuple[Built, BoolArray]:
     start, end = built.measured.start_ns[woven.origin], built.measured.end_ns[woven.origin]
     for node in np.flatnonzero(woven.origin < 0).tolist():
         rank, row = int(woven.graph.rank[node]), int(woven.graph.event[node])
-        start[node] = int(names[rank].ts_ns[row]) - _clock_ns(built, rank)
+        start[node] = _clock(built, rank).to_job_ns(names[rank].ts_ns[row : row + 1])[0]
         end[node] = start[node] + int(woven.graph.dur_ns[node])
     known = np.where(woven.origin >= 0, built.measured.known[woven.origin], True)
     marked = np.where(woven.origin >= 0, again[woven.origin], True)
@@ -119,19 +120,19 @@ def with_recompute(built: Built) -> tuple[Built, BoolArray]:
     return replace(built, graph=cut_graph, measured=measured), _issued(cut_graph, marked)
 
 
-def _clock_ns(built: Built, rank: int) -> int:
-    return built.job.clocks[rank].offset_ns if rank in built.job.clocks else 0
+def _clock(built: Built, rank: int) -> Clock:
+    return built.job.clocks.get(rank, STEADY)
 
 
 def _look(
     built: Built, rank: int, events: Events, found: Again, again: BoolArray, cuts: dict[int, list[tuple[int, int]]]
 ) -> None:
     """Mark the rank's host nodes that were run again, and collect (row, ns) of what has to be cut off others."""
-    graph, clock = built.graph, _clock_ns(built, rank)
+    graph, clock = built.graph, _clock(built, rank)
     host = np.array([not lane.is_device for lane in graph.lanes] + [False], np.bool_)[graph.lane]
     kinds = np.isin(graph.kind, [int(NodeKind.HOST), int(NodeKind.LAUNCH), int(NodeKind.WAIT)])
     mine = np.flatnonzero((graph.rank == rank) & host & kinds)
-    begin, finish = built.measured.start_ns[mine] + clock, built.measured.end_ns[mine] + clock
+    begin, finish = clock.to_own_ns(built.measured.start_ns[mine]), clock.to_own_ns(built.measured.end_ns[mine])
     for lane in np.unique(found.lane).tolist():
         of = found.lane == lane
         rows, starts, ends = found.row[of], found.start_ns[of], found.end_ns[of]

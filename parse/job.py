@@ -157,6 +157,20 @@ class Clock:
         moved = np.rint((own_ns - self.origin_ns) * (self.drift_ppm / 1e6)).astype(np.int64)
         return np.asarray(own_ns - self.offset_ns - moved, np.int64)
 
+    def to_own_ns(self, job_ns: IntArray) -> IntArray:
+        """Times of the job's clock on this rank's: the first that `to_job_ns` takes there or beyond."""
+        if self.drift_ppm == 0.0:
+            return np.asarray(job_ns + self.offset_ns, np.int64)
+        since = (job_ns + self.offset_ns - self.origin_ns) / (1.0 - self.drift_ppm / 1e6)
+        own = np.asarray(self.origin_ns + np.floor(since).astype(np.int64) - 2, np.int64)
+        for _ in range(4):
+            own = own + (self.to_job_ns(own) < job_ns)
+        return own
+
+
+STEADY = Clock(0, 0, 0)
+"""The clock of a rank of which nothing is known: the job's own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

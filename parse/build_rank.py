@@ -27,8 +27,9 @@ from scaletrace.parse.build_host import Beside, HostNodes, RankInput, RankParts,
 from scaletrace.parse.build_threads import add_joins, add_side_ops, find_joins, side_ops
 from scaletrace.parse.build_waits import Waits, calling_thread, find_waits, find_works
 from scaletrace.parse.build_works import RankWorks, add_works, issue_edges, wait_edges
+from scaletrace.parse.cats import ANNOTATION_CATS, OP_CATS
 from scaletrace.parse.events import Events, Int32Array
-from scaletrace.parse.graph import EdgeKind, EdgeSource, NodeKind
+from scaletrace.parse.graph import LOADER, EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.host import (
     Call,
@@ -69,7 +70,7 @@ def _beside(job: Job, trace: RankTrace, calls: Calls) -> tuple[Calls, Beside]:
     """
     events = trace.events
     works = find_works(job, trace)
-    thread = calling_thread(events, job, works) if len(works.row) else _main_thread(calls)
+    thread = calling_thread(events, job, works) if len(works.row) else _main_thread(events, calls)
     ops = side_ops(events, np.concatenate((np.unique(calls.thread), works.lane)))
     waits = find_waits(events, works, thread) if len(works.row) else _no_waits()
     joins = find_joins(events, ops, thread, waits.to_ns)
@@ -99,8 +100,13 @@ def _beside(job: Job, trace: RankTrace, calls: Calls) -> tuple[Calls, Beside]:
     return merged, Beside(works, waits, ops, joins, issue, wait, join)
 
 
-def _main_thread(calls: Calls) -> int:
-    return int(np.bincount(calls.thread).argmax()) if len(calls) else -1
+def _main_thread(events: Events, calls: Calls) -> int:
+    """Of the threads that make calls the one that steps and fetches batches, else the one with most calls; -1 without."""
+    marks = [code for code, text in enumerate(events.strings) if text.startswith(("ProfilerStep", LOADER))]
+    stepping = np.isin(events.name, marks) & events.in_cats(*ANNOTATION_CATS, *OP_CATS)
+    lanes = events.lane[stepping & np.isin(events.lane, calls.thread)]
+    lanes = lanes if len(lanes) else calls.thread
+    return int(np.bincount(lanes).argmax()) if len(lanes) else -1
 
 
 def _no_waits() -> Waits:

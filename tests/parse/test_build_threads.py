@@ -80,6 +80,20 @@ def test_fetching_by_the_main_thread_itself_is_cut_out(tmp_path: Path) -> None:
     assert 1_000_000 == int(built.graph.dur_ns[built.graph.nodes(NodeKind.HOST)].sum())
 
 
+def test_the_thread_that_fetches_is_the_main_one(tmp_path: Path) -> None:
+    """An autograd thread with more launches than the main one does not take the loader's time away."""
+    events = [op("ProfilerStep#1", 0, 2000, cat="user_annotation"), op(FETCH, 100, 300, cat="user_annotation")]
+    events += [call("cudaLaunchKernel", 500, 4, 1), kernel("gemm", 506, 5, 1)]
+    for at in range(6):
+        events += [
+            call("cudaLaunchKernel", 600 + 20 * at, 4, 2 + at, tid=200),
+            kernel("grad", 606 + 20 * at, 5, 2 + at),
+        ]
+    (part,) = breakdown(replay(built_of(tmp_path, events).graph))
+
+    assert 300_000 == part.loader_ns
+
+
 def test_measured_times_come_back(fetched: Built) -> None:
     """Identity holds with the other threads in the graph."""
     assert fetched.measured.end_ns.max() == replay(fetched.graph).end_ns.max()

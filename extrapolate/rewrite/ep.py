@@ -53,8 +53,10 @@ def spread_experts(state: State, degree: int, tokens_by_expert: Sequence[float] 
     _check(state, old, degree, tokens_by_expert)
     before, after = _imbalances(state, old, degree, tokens_by_expert, seed)
     level = level_of(state, "ep")
+    if old == 1:
+        state = _own_groups(_marked(state), degree)
     out = _divided(state, old, degree, after.value / before.value)
-    out = _parameters(out, old, degree)
+    out = _parameters(out, old, degree) if old > 1 else out
     if degree == 1:
         out = removed(_resized(_marked(out), 1), "ep")
     elif old == 1:
@@ -137,11 +139,14 @@ def _stretches(state: State) -> list[_Stretch]:
                 if len(inside):
                     out.append(_Stretch(inside, int(anatomy.phase[first])))
         return out
-    ends = (state.work.mark & (FIRST_EXPERT | LAST_EXPERT)) > 0
-    for run in by_place(state, ends if ends.any() else _expert_products(state)):
-        inside = np.arange(int(run[0]), int(run[-1]) + 1)
-        inside = inside[computes[inside] & (graph.rank[inside] == graph.rank[run[0]])]
-        out.append(_Stretch(inside, int(anatomy.phase[run[0]])))
+    marked = (state.work.mark & (FIRST_EXPERT | LAST_EXPERT)) > 0
+    for run in by_place(state, marked if marked.any() else _expert_products(state)):
+        begins = run[(state.work.mark[run] & FIRST_EXPERT) > 0] if marked.any() else run[:1]
+        ends = run[(state.work.mark[run] & LAST_EXPERT) > 0] if marked.any() else run[-1:]
+        for first, last in zip(begins.tolist(), ends.tolist(), strict=False):
+            inside = np.arange(first, last + 1)
+            inside = inside[computes[inside] & (graph.rank[inside] == graph.rank[first])]
+            out.append(_Stretch(inside, int(anatomy.phase[first])))
     return out
 
 
@@ -179,9 +184,10 @@ def _divided(state: State, old: int, new: int, fuller: float) -> State:
 def _parameters(state: State, old: int, new: int) -> State:
     """The experts' own data groups (every ep-th data rank) shrink as experts spread, and move fewer bytes each."""
     layout, groups = state.layout, state.graph.groups
-    stride = next((group.stride for group in groups if group.axis == "ep"), layout.tp * layout.cp)
+    strides = [group.stride for group in groups if group.axis == "ep" and group.size > 1 and group.stride > 0]
+    stride = strides[0] if strides else layout.tp * layout.cp
     data = layout.data_ranks * layout.cp
-    own = {index for index, group in enumerate(groups) if old > 1 and _of_experts(group, old, stride, data, layout)}
+    own = {index for index, group in enumerate(groups) if _of_experts(group, old, stride, data, layout)}
     if not own:
         return state
     out = tuple(
@@ -193,6 +199,37 @@ def _parameters(state: State, old: int, new: int) -> State:
         for item in state.graph.collectives
     ]
     return recosted(state, items, out)
+
+
+def _own_groups(state: State, new: int) -> State:
+    """Gradients of experts, told by their bytes, move to groups of the ranks that will hold the same ones."""
+    graph, data = state.graph, state.layout.data_ranks * state.layout.cp
+    stride = state.layout.tp * state.layout.cp
+    matrices = {
+        shape.batch * shape.columns * shape.depth
+        for shape, grouped in zip(state.work.shape, _expert_products(state), strict=True)
+        if grouped and shape is not None
+    }
+    wanted = {round(elements * width) for elements in matrices for width in (1, 2, 4)}
+    found = [
+        at
+        for at, item in enumerate(graph.collectives)
+        if item.kind == "all_reduce"
+        and axis_of_item(item, graph.groups) in (*DATA_AXES, "world")
+        and graph.groups[item.group].size == data
+        and item.bytes_in in wanted
+    ]
+    if not found:
+        return told(
+            state, "Which gradients are those of experts is not told by their bytes; all stay with all data ranks."
+        )
+    groups = (*graph.groups, GraphGroup("dp", data // new, stride * new, 1, "edp"))
+    items = list(graph.collectives)
+    for at in found:
+        items[at] = replace(scaled_bytes(items[at], 1 / new), group=len(graph.groups))
+    # Costs are compared in the old groups and the new ones, so the old graph needs the new group too.
+    out = replace(state, graph=replace(graph, groups=groups))
+    return recosted(out, items, groups)
 
 
 def _of_experts(group: GraphGroup, ep: int, stride: int, data: int, layout: Layout) -> bool:

@@ -100,6 +100,19 @@ def test_experts_exchange_what_pytorch_exchanges(record: Recorder, world: int, d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("world", "degree"), [(8, 4), (64, 8), (1024, 16)])
+def test_experts_inserted_into_a_job_that_holds_them_all_are_what_pytorch_issues(
+    record: Recorder, world: int, degree: int
+) -> None:
+    """From eight ranks with all experts each: exchanges, gradients of experts and all others, order per group."""
+    job = record(8, JOBS / "experts.py", 1, EXPERTS, 0, 2)
+    state = state_of(job, Layout(dp=8, mbs=1, seq=256), **AXES)
+    made = relayout(state, Layout(dp=world, ep=degree))
+
+    assert issued(record(world, JOBS / "experts.py", degree, EXPERTS, 0, 2)) == structure(made)
+
+
+@pytest.mark.slow
 def test_experts_move_in_with_each_other_and_out_again(record: Recorder) -> None:
     """Four expert ranks to none and back to eight: exchanges of tokens as PyTorch issues them, gradients over all."""
     state = state_of(record(8, JOBS / "experts.py", 4, EXPERTS, 0, 2), Layout(dp=8, ep=4, mbs=1, seq=256), **AXES)

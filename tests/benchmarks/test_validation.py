@@ -234,14 +234,15 @@ def test_tables_that_no_gate_uses_are_predicted_better_than_by_constant_throughp
 
 
 def test_any_run_of_a_family_can_be_the_fitted_one_and_is_never_scored(tables: Path) -> None:
-    """PTD-P: each choice predicts the others within 2 %, as many as there are but one."""
-    own = [family for family in robustness.families(tables) if family.source == "PTD-P"]
+    """Mosaic on H100: each choice predicts the others within 3 %, as many as there are but one."""
+    own = [family for family in robustness.families(tables) if family.source == "Mosaic FSDP, H100"]
 
+    assert 3 == len(own)
     for family in own:
         for fitted in range(len(family.rows)):
             errors = family.errors(fitted)
             assert len(family.rows) - 1 == len(errors)
-            assert 0.02 > max(map(abs, errors))
+            assert 0.03 > max(map(abs, errors))
 
 
 def test_other_pairs_of_sizes_give_the_overlap_loss_of_h100_again(tables: Path) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from scaletrace.parse.build_cpu import add_cpu_rank
 from scaletrace.parse.build_draft import Columns, Draft, finish
 from scaletrace.parse.build_gpu import RankGpu
-from scaletrace.parse.build_host import RankInput
 from scaletrace.parse.build_hidden import hidden_members
+from scaletrace.parse.build_host import RankInput
 from scaletrace.parse.build_meet import (
     MemberNodes,
     Members,

@@ -11,7 +11,7 @@ from scaletrace.parse.build_waits import Waits, Works
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, EdgeSource, NodeKind
 from scaletrace.parse.health import Health
-from scaletrace.parse.host import thread_name, step_of
+from scaletrace.parse.host import step_of, thread_name
 from scaletrace.parse.job import RankTrace
 
 OWN_WAIT_NS = 20_000

@@ -74,7 +74,12 @@ def calibrated(
 
     if target_s is None:
         return 1.0, job(steps, 1.0)
-    scale = solve_increasing(lambda x: plan(job(2, x)).step_ns(1) / 1e9, target_s, guess=1.0, tolerance=CALIBRATED)
+    count = min(steps, 2)
+
+    def step_s(scale: float) -> float:
+        return plan(job(count, scale)).step_ns(count - 1) / 1e9
+
+    scale = solve_increasing(step_s, target_s, guess=1.0, tolerance=CALIBRATED)
     return scale, job(steps, scale)
 
 

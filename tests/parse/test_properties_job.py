@@ -158,12 +158,16 @@ def test_cut_windows_change_only_the_counts(shared_data: Path, name: str, seed: 
 @pytest.mark.parametrize("name", [*NCCL, *GLOO])
 @pytest.mark.parametrize("ppm", [0.0, 50.0])
 def test_skew_and_drift_stay_inside_the_interval(shared_data: Path, name: str, ppm: float) -> None:
-    """Skews of 5, -20 and 123 ms and a drift of 50 ppm lie in each interval, and no pair and no verdict changes."""
+    """Skews of 5, -20 and 123 ms and a drift of 50 ppm lie in each interval, and no pair and no verdict changes.
+
+    Verdicts are those without the knowledge that ranks share a host's clock, which skewed files contradict.
+    """
     job = loaded(shared_data / name)
     skews = [SKEWS_NS[k % 4] for k in range(len(job.ranks))]
     drifts = [ppm if k % 2 else 0.0 for k in range(len(job.ranks))]
     moved = again(job, [skewed(t, s, d) for t, s, d in zip(job.ranks, skews, drifts, strict=True)])
-    verdicts = {share.rank: share.cause for share in straggler_summary(job)}
+    bounded = {rank: replace(clock, source="middle of the bounds") for rank, clock in job.clocks.items()}
+    verdicts = {share.rank: share.cause for share in straggler_summary(replace(job, clocks=bounded))}
 
     for trace, skew, drift in zip(job.ranks, skews, drifts, strict=True):
         before, after = job.clocks[trace.rank], moved.clocks[trace.rank]

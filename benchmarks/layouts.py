@@ -19,6 +19,7 @@ import datetime
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -426,6 +427,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.rank:
         network_main(args.rank) if args.job[0] == "net" else rank_main(args.job, args.rank)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and links are taken down
     reason = "" if args.again else why_not()
     if reason:
         sys.stderr.write(f"skipped: {reason}\n")

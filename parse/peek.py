@@ -20,6 +20,7 @@ _HEAD_BYTES = 64 * 1024
 _HEAD_LIMIT = 16 * 1024 * 1024
 _DECODER = json.JSONDecoder()
 _HOST_PID = re.compile(r"^(?:libkineto_(?:trace|activities)_)?(?P<host>.+)_\d+(?:\.\d{13,}\.pt\.trace)?\.json")
+_COUNTS = re.compile(r"(^|[^a-z])(step|steps|rank|iter|iteration|epoch|worker|cycle)$", re.IGNORECASE)
 HAS_PID = re.compile(r"^libkineto_(trace|activities)_|\.\d{13,}\.pt\.trace\.json")
 
 
@@ -166,6 +167,9 @@ def _kineto(path: Path, before: str, events: str) -> Found:
 
 
 def _host_in_name(name: str) -> str:
-    """Host in names of the form host_pid, as dynolog and the TensorBoard handler write them; "" in all others."""
+    """Host in names of the form host_pid, as dynolog and the TensorBoard handler write them; "" in all others.
+
+    A name chosen by the user may end in a number of something else, as worker0_step_12 does.
+    """
     found = _HOST_PID.match(name) if HAS_PID.search(name) else None
-    return found["host"] if found else ""
+    return found["host"] if found and not _COUNTS.search(found["host"]) else ""

@@ -150,6 +150,21 @@ def test_globs_lists_and_compressed_files(tmp_path: Path) -> None:
         discover(tmp_path / "nothing", Health())
 
 
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("node01_30.1743406976912802812.pt.trace.json", "node01"),
+        ("libkineto_activities_gpu-a_7605.json", "gpu-a"),
+        ("worker0_step_12.1694128201545.pt.trace.json", ""),
+        ("job_rank_3.1694128201545.pt.trace.json", ""),
+        ("trace_7.json", ""),
+    ],
+)
+def test_hosts_are_read_from_names_of_host_and_process(tmp_path: Path, name: str, host: str) -> None:
+    """A number that counts steps or ranks is no process, so what stands before it is no host."""
+    assert host == sniff(write(tmp_path / name, 0)).host
+
+
 def test_a_file_beside_its_own_packing_counts_once(tmp_path: Path) -> None:
     """After `gzip -k` the plain file is read and the copy counted; a packed file of other content is a capture apart."""
     for rank in range(2):

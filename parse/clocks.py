@@ -334,9 +334,8 @@ def _clocks(
         unseen = min(seen + 3 * float(fit.error[i]), MAX_DRIFT_PPM / 1e6) + abs(float(drift[i]))
         # the interval holds for the whole window, so what the clock moves in it is part of it
         wide = unseen * half + _SLACK_NS / 2
-        out[ranks[i]] = Clock(
-            round(guess), int(np.floor(low - wide)), int(np.ceil(high + wide)), float(drift[i]) * 1e6, source, origin
-        )
+        ppm = 0.0 if source == "same host" else float(drift[i]) * 1e6  # one clock has no drift against itself
+        out[ranks[i]] = Clock(round(guess), int(np.floor(low - wide)), int(np.ceil(high + wide)), ppm, source, origin)
     return out
 
 

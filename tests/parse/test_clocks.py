@@ -123,6 +123,15 @@ def test_one_host_has_one_clock_as_far_as_the_bounds_allow() -> None:
     assert ("middle of the bounds", True) == (far.source, abs(far.offset_ns - 5_000 * US) < 200 * US)
 
 
+def test_one_host_claims_no_drift_between_its_ranks() -> None:
+    """Where the ends of spans seem to drift, ranks of one clock still keep it; on two hosts the drift is taken out."""
+    drifting = job((0, 0), count=4_000, drift_ppm=(0, 40), tight=False)
+    one, two = (align(drifting, [0, 1], hosts).clocks[1] for hosts in (["a", "a"], ["a", "b"]))
+
+    assert (0.0, "same host") == (one.drift_ppm, one.source)
+    assert 40 == pytest.approx(two.drift_ppm, abs=5)
+
+
 def test_a_probe_ties_ranks_that_share_no_collective() -> None:
     """Bounds of the manifest are bounds like all others."""
     found = align(job((0, 0), count=0), [0, 1], ["a", "b"], [Bound(1, 0, 900 * US, 1_100 * US)])

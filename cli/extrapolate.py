@@ -100,7 +100,7 @@ def extrapolate(
         if json_:
             print_json(answer)
         elif not quiet:
-            _show(answer, output)
+            _show(answer, output, bool(price))
 
 
 def _sizes(text: str, option: str) -> list[int]:
@@ -138,20 +138,16 @@ def _noise(text: str) -> Noise:
 
 def read_prices(text: str) -> Prices:
     """Prices from --price: a number, or the path of a YAML or JSON table."""
-    import yaml
-
-    from scaletrace.errors import InputError, UsageError
+    from scaletrace.errors import UsageError
     from scaletrace.extrapolate.energy import Prices
+    from scaletrace.parse.small import read_yaml
 
     if not text.endswith((".yaml", ".yml", ".json")):
         try:
             return Prices.parse(float(text), "--price")
         except ValueError:
             raise UsageError(f"--price: {text!r} is neither a number nor a .yaml or .json file") from None
-    try:
-        return Prices.parse(yaml.safe_load(Path(text).read_text(encoding="utf-8")), f"--price {text}")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{text}: not a readable price table: {str(error).splitlines()[0]}") from error
+    return Prices.parse(read_yaml(text, "give a table of prices by device"), f"--price {text}")
 
 
 def _nccl_tests(entries: list[str]) -> tuple[list[Evidence], Health]:
@@ -167,6 +163,8 @@ def _nccl_tests(entries: list[str]) -> tuple[list[Evidence], Health]:
         if not ranks.isdecimal() or len(ranks) > 8 or not 2 <= int(ranks) <= MOST_GPUS or not file:
             raise UsageError(f"--nccl-tests: {entry!r} should be RANKS:FILE with 2 ranks or more, as 16:all_reduce.txt")
         try:
+            if Path(file).exists() and not Path(file).is_file():
+                raise InputError(f"{file}: not a regular file; give the output of nccl-tests")
             with Path(file).open(encoding="utf-8", errors="replace") as source:
                 text = source.read(LARGEST_FILE + 1)
         except OSError as error:
@@ -200,32 +198,43 @@ def _write(answer: dict[str, Any], curve: ScalingCurve, output: Path, shown: lis
         err.print(f"predicted timeline of {size} ranks: {target}")
 
 
-def _show(answer: dict[str, Any], output: Path) -> None:
+def _show(answer: dict[str, Any], output: Path, priced: bool) -> None:
     from scaletrace.view.terminal import curve_table
 
     out.print(curve_table(answer))
-    if any(point["tokens_per_J"] or point["money_per_million_tokens"] for point in answer["points"]):
-        out.print(_economy(answer))
+    if priced or any(point["tokens_per_J"] for point in answer["points"]):
+        out.print(_economy(answer, priced))
+    for line in _priceless(answer) if priced else []:
+        out.print(line, markup=False)
     for line in _beside(answer):
         out.print(line, markup=False)
     out.print(f"written to {output}")
 
 
-def _economy(answer: dict[str, Any]) -> Table:
-    """Power, energy and money by size; a price has the user's own currency."""
+def _priceless(answer: dict[str, Any]) -> list[str]:
+    """Why a price gives no cost, and what to give beside it; or which unit the cost has."""
+    reasons = [why for p in answer["points"] if (why := p["unknown"].get("money_per_million_tokens"))]
+    if reasons:
+        return [f"--price gives no cost: {reasons[0]}"]
+    return ["cost in the currency of --price, for a million tokens of the whole job"]
+
+
+def _economy(answer: dict[str, Any], priced: bool) -> Table:
+    """Power, energy and (where there is a price) money by size; a price has the user's own currency."""
     from rich.table import Table
 
     from scaletrace.view import units
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("GPUs", "W/GPU (modelled)", "tokens/J", "cost of a million tokens"):
+    for name in ("GPUs", "W/GPU (modelled)", "tokens/J", *(["cost of a million tokens"] if priced else [])):
         table.add_column(name, justify="right")
     for point in answer["points"]:
+        money = point["money_per_million_tokens"]
         table.add_row(
             units.number(point["gpus"]),
             units.number(point["power_W_per_gpu"]),
             units.number(point["tokens_per_J"]),
-            units.MISSING if (money := point["money_per_million_tokens"]) is None else f"{money:.3g}",
+            *([units.MISSING if money is None else f"{money:.3g}"] if priced else []),
         )
     return table
 
@@ -236,5 +245,6 @@ def _beside(answer: dict[str, Any]) -> list[str]:
 
     seen = answer["measured"]
     step, replayed = units.seconds(seen["step_time_s"]), units.seconds(seen["replayed_step_time_s"])
-    line = f"measured at {seen['gpus']}: {step} a step over {seen['steps']} steps; its replay gives {replayed}"
+    over = f"{seen['steps']} step{'s' * (seen['steps'] != 1)}"
+    line = f"measured at {seen['gpus']}: {step} a step over {over}; its replay gives {replayed}"
     return [f"{line} ({seen['error']:+.2%})"] + [f"left out: {each['reason']}" for each in answer["left_out"]]

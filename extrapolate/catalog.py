@@ -219,6 +219,8 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(path: Path) -> Any:
     """What a user's file holds; raises InputError naming it, and the line where that is known."""
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: not a regular file; {_EXAMPLES}")
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:

@@ -17,9 +17,11 @@ from scaletrace.errors import InputError, UsageError
 from scaletrace.extrapolate.rewrite.pp import pipeline_graph
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program, build
 from scaletrace.parse.graph import Graph
+from scaletrace.parse.small import read_small
 
 FloatArray = np.typing.NDArray[np.float64]
 KEYS = ("fwd_start", "fwd_end", "bwd_start", "bwd_end")
+LARGEST_LOG = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ def read_pipeline_log(paths: Sequence[Path], unit_ns: float = 1e6, skip_steps: i
 
 def _read(path: Path) -> Mapping[str, Mapping[str, object]]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        document = json.loads(read_small(path, "give a log of a pipeline's times", LARGEST_LOG))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a readable JSON file ({error})") from error
     if not isinstance(document, dict) or not all(isinstance(step, dict) for step in document.values()):
         raise InputError(f"{path}: not a pipeline log, which maps a step to {', '.join(KEYS)} and total")

@@ -17,6 +17,7 @@ from scaletrace.parse.events import MISSING, Events
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Group, RankTrace
 from scaletrace.parse.limits import MOST_RANKS
+from scaletrace.parse.small import read_yaml
 
 AXES = ("dp", "fsdp", "tp", "pp", "ep", "cp", "world")
 _NUMBERS = re.compile(r"-?\d+")
@@ -294,12 +295,7 @@ def override_axes(groups: Sequence[Group], path: Path) -> tuple[Group, ...]:
     A selector is any of name, description (a regular expression), members, stride, size; all given ones must fit.
     Raises InputError where the file can't be used.
     """
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: can't be read as YAML ({error})") from error
+    loaded = read_yaml(path, "give a YAML file that names the axes of groups")
     entries = loaded.get("groups") if isinstance(loaded, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(f"{path}: expected a list `groups` of entries such as {{size: 8, stride: 1, axis: tp}}")

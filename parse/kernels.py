@@ -17,6 +17,7 @@ from scaletrace.errors import InputError
 from scaletrace.parse.cats import COPY_CATS, DEVICE_CATS, KERNEL_CATS, SET_CATS
 from scaletrace.parse.events import ByteArray, Events
 from scaletrace.parse.health import Health
+from scaletrace.parse.small import read_small
 
 UNKNOWN = 0
 """Code of a name that no rule matches."""
@@ -52,11 +53,7 @@ def load_rules(paths: Sequence[str | Path] = ()) -> Rules:
     """The rules that ship, with those of the user's files in front. Raises InputError for a malformed file."""
     rules: list[tuple[str, list[str]]] = []
     for path in paths:
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}; give a YAML file with kernel rules") from error
-        rules += _parse(text, str(path))
+        rules += _parse(read_small(path, "give a YAML file with kernel rules"), str(path))
     return _compile([*rules, *_shipped()])
 
 

@@ -267,7 +267,7 @@ def _beside(folder: Path, found: Sequence[Found]) -> tuple[tuple[Found, ...], di
         if path.is_file():
             try:
                 loaded = json.loads(path.read_bytes())
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(loaded, dict):
                 return tuple(own or dumps), loaded

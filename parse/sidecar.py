@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scaletrace.errors import InputError
 from scaletrace.parse.health import Health
-from scaletrace.parse.peek import Found
+from scaletrace.parse.peek import Found, read_head
 
+LARGEST_BYTES = 512 << 20
+"""Decompressed; the recorder's ring holds some thousands of entries of a few hundred bytes."""
 _RANK = re.compile(r"(\d+)\D*$")
 
 
@@ -32,14 +34,8 @@ def sidecars_by_rank(found: Sequence[Found], health: Health) -> dict[int, Mappin
 
 def _read(path: Path) -> Mapping[str, Any] | None:
     try:
-        raw = path.read_bytes()
-        if raw[:2] == b"\x1f\x8b":
-            raw = gzip.decompress(raw)
-        elif raw[:4] == b"\x28\xb5\x2f\xfd":
-            import zstandard
-
-            raw = zstandard.ZstdDecompressor().stream_reader(raw).read()
-        dump = json.loads(raw)
-    except (OSError, EOFError, ValueError):
+        raw = read_head(path, LARGEST_BYTES + 1)
+        dump = json.loads(raw) if len(raw) <= LARGEST_BYTES else None
+    except (InputError, ValueError, RecursionError):
         return None
     return dump if isinstance(dump, dict) and isinstance(dump.get("entries"), list) else None

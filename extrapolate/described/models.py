@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from scaletrace.errors import InputError, UsageError
+from scaletrace.parse.small import read_yaml
 
 FAMILIES = ("gpt", "llama", "moe")
 LARGEST_SIZE = 10_000_000
@@ -144,12 +143,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: can't be read ({error}); give a YAML file with a model") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from error
+    document = read_yaml(path, "give a YAML file with a model")
     if not isinstance(document, dict):
         raise InputError(f"{path}: holds no mapping; write `family: llama`, `layers: 32`, …")
     return document

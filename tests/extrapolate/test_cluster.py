@@ -132,7 +132,7 @@ def test_a_file_is_found_whatever_its_name(tmp_path: Path, monkeypatch: pytest.M
     assert "mine" == Cluster.load("mine").name
     with pytest.raises(InputError, match=r"^absent\.yaml: not a readable cluster description: No such file"):
         Cluster.load("absent.yaml")
-    with pytest.raises(InputError, match="Is a directory"):
+    with pytest.raises(InputError, match="not a regular file"):
         Cluster.load(tmp_path)
 
 

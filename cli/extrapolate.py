@@ -202,8 +202,9 @@ def _show(answer: dict[str, Any], output: Path, priced: bool) -> None:
     from scaletrace.view.terminal import curve_table
 
     out.print(curve_table(answer))
-    if priced or any(point["tokens_per_J"] for point in answer["points"]):
-        out.print(_economy(answer, priced))
+    costed = any(point["money_per_million_tokens"] is not None for point in answer["points"])
+    if costed or any(point["tokens_per_J"] for point in answer["points"]):
+        out.print(_economy(answer, costed))
     for line in _priceless(answer) if priced else []:
         out.print(line, markup=False)
     for line in _beside(answer):
@@ -216,7 +217,7 @@ def _priceless(answer: dict[str, Any]) -> list[str]:
     reasons = [why for p in answer["points"] if (why := p["unknown"].get("money_per_million_tokens"))]
     if reasons:
         return [f"--price gives no cost: {reasons[0]}"]
-    return ["cost in the currency of --price, for a million tokens of the whole job"]
+    return ["the cost is in the currency of --price"]
 
 
 def _economy(answer: dict[str, Any], priced: bool) -> Table:

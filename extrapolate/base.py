@@ -90,6 +90,8 @@ class Base:
     tokens_per_step, flop_per_step  of one rank, None where neither the trace nor its manifest tells
     fit                  the measured step and its replay
     found                the transfers that the calibration rests on
+    certainty            that the axes which decide the layout are what they are taken for, 0 to 1
+    flop_counted         whether FLOP come from recorded shapes, which tell matrix products and attention alone
     batch, retiming      how a fixed global batch is divided; only where strong scaling was asked for
     """
 
@@ -124,6 +126,8 @@ class Base:
     batch: Batch | None = None
     retiming: Retiming | None = None
     health: Health = field(default_factory=Health)
+    certainty: float = 1.0
+    flop_counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,7 @@ class _Measured:
     measured_layout: Layout
     moves_compute: bool
     health: Health
+    certainty: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +223,7 @@ def prepare(
     calibration = calibrate(found, here)
     graph = with_sizes(graph, alone, here, health)
     layout = measured_layout(graph, ranks)
-    cautions.axes(built.job, graph, layout, health)
+    certainty = cautions.axes(built.job, graph, layout, health)
     anatomy = dissect(built)
     footprint = footprint_of(built, graph, anatomy, layout, health)
     if moves:
@@ -229,7 +234,7 @@ def prepare(
     measured = _Measured(
         built.job, Asked(asked, bucket_bytes, noise, slowdown, units, strong), cluster, calibration, origin,
         _fit(built, ranks), footprint, more if moves else found, ranks, layout,
-        origin.compute_moves(cluster), health,
+        origin.compute_moves(cluster), health, certainty,
     )  # fmt: skip
     if asked is not None:
         _check_sharding(graph, asked, layout)
@@ -348,7 +353,8 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
     job = measured.job
     work = _work_ratio(measured, layout)
     tokens = _model(job, "tokens_per_step")
-    flop = _model(job, "flops_per_step") or step_flop(job)
+    told = _model(job, "flops_per_step")
+    flop = told or step_flop(job)
     return Base(
         graph=graph,
         dur_ns=graph.dur_ns,
@@ -375,11 +381,13 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
         compute_moved=measured.moves_compute,
         tokens_per_step=tokens * work if tokens else None,
         flop_per_step=flop * work if flop else None,
+        flop_counted=not told,
         rebuilt=_rebuilt(measured, layout, error),
         model_error=error,
         units=asked.units or units_of(measured.job),
         retiming=marks.retiming,
         health=health,
+        certainty=measured.certainty,
     )
 
 

@@ -22,10 +22,17 @@ SURE = 0.9
 """A group whose axis is less certain than this is named with its certainty."""
 
 
+LEAST_CERTAIN = 0.25
+"""Bands are widened by the inverse of the certainty, at most to four times their width."""
+
+
 def costs(found: Sequence[Evidence], cluster: Cluster, health: Health) -> None:
     """Say what the costs of collectives rest on."""
     if not found:
-        health.note("No transfer of the trace could be used for calibration: all communication costs are the prior's.")
+        health.note(
+            "No transfer of the trace could be used for calibration: communication that changes with the size costs what "
+            "the prior says, the rest keeps its measured time."
+        )
     elif cluster.tiers[0].link is Link.TCP:
         health.note("Transfers are as measured between these ranks; on another network than theirs, give --cluster.")
     if cluster.backend == "nccl" and found:
@@ -40,8 +47,9 @@ def straggler(timeline: Timeline, health: Health) -> None:
     if worst is not None and worst.shorter_by_ns > STANDS_OUT * timeline.makespan_ns:
         share = worst.shorter_by_ns / timeline.makespan_ns
         health.note(
-            f"Rank {worst.rank} holds the job up for {share:.0%} of the measured time and is stretched along, as waiting "
-            f"that counts as communication; see what it costs with whatif --set rank{worst.rank}.delay=none."
+            f"Rank {worst.rank} is slower than its peers: at their pace the measured window would be {share:.0%} shorter, "
+            "whether or not others waited for it (see replay). Its delay is stretched along, as waiting that counts as "
+            f"communication; see what it costs with whatif --set rank{worst.rank}.delay=none."
         )
 
 
@@ -102,18 +110,20 @@ def unnamed(job: Job, graph: Graph, health: Health) -> Graph:
     return replace(graph, groups=named)
 
 
-def axes(job: Job, graph: Graph, layout: Layout, health: Health) -> None:
-    """Name the layout that the groups are taken for, with the certainty of the least certain axis that decides it."""
+def axes(job: Job, graph: Graph, layout: Layout, health: Health) -> float:
+    """Name the layout that the groups are taken for, and return the certainty of the least certain axis that decides it."""
     moved = {item.group for item in graph.collectives if item.group >= 0 and item.kind != "barrier"}
     used = {(graph.groups[at].axis, graph.groups[at].size) for at in moved if graph.groups[at].size > 1}
     doubts = [
         group for group in job.groups if group.size > 1 and (group.axis, group.size) in used and group.confidence < SURE
     ]
     if not doubts:
-        return
+        return 1.0
     worst = min(doubts, key=lambda group: group.confidence)
-    named = {"world": "counted as dp", "": "counted as dp"}.get(worst.axis, f"taken for {worst.axis}")
+    named = "dp" if worst.axis in ("world", "") else worst.axis
     health.note(
-        f"The job is taken to be {layout}: its group of {worst.size} ranks {max(worst.stride, 1)} apart is {named} with "
-        f"{worst.confidence:.0%} certainty, inferred from how it is used. If it is not, name the axes with --axes."
+        f"The job is taken to be {layout}: its group of {worst.size} ranks {max(worst.stride, 1)} apart is taken for "
+        f"{named} with {worst.confidence:.0%} certainty, inferred from how it is used. Bands of other sizes are "
+        f"{1 / max(worst.confidence, LEAST_CERTAIN):.2g} times as wide for that. If it is not, name the axes with --axes."
     )
+    return max(worst.confidence, LEAST_CERTAIN)

@@ -91,6 +91,7 @@ class ScalingCurve:
                 "error": base.fit.error,
             },
             "data_axis_seen": has_data_axis(base.graph),
+            "axis_certainty": base.certainty,
             "scaling": "weak" if self.options.weak else "strong",
             "points": [point.to_json() for point in self.points],
             "left_out": [{"gpus": gpus, "reason": reason} for gpus, reason in sorted(self.left_out.items())],
@@ -256,7 +257,35 @@ def _walk(base: Base, asked: Sequence[int], options: Options) -> _Walk:
         base.health.note(f"Left out: {names} GPUs, over which the global batch does not divide (see left_out).")
     if retimed:
         base.health.note(retimed)
+    if not options.weak:
+        points = _to_linear(points, base)
     return _Walk(tuple(points), tuple(rising(levels) if options.weak else levels), tuple(loads), left_out)
+
+
+SUPERLINEAR = 0.98
+"""A step shorter than this share of what linear scaling gives is remarked on."""
+
+
+def _to_linear(points: Sequence[Point], base: Base) -> list[Point]:
+    """Points of a fixed batch whose bands reach to linear scaling where the step fell below it, which is said.
+
+    A pipeline's fill grows no shorter and launches stay, so more than linear means that the measured step holds what a
+    step laid anew does not: a slow first micro batch, the time before ranks first meet, an irregular wait.
+    """
+    out, beyond = [], []
+    for point in points:
+        linear_s = base.fit.replayed_s * base.ranks / point.gpus
+        if point.gpus > base.ranks and not base.rebuilt and point.p50_s < SUPERLINEAR * linear_s:
+            beyond.append(f"{base.fit.replayed_s / point.p50_s:.3g} times as fast at {point.gpus} GPUs")
+            point = replace(point, high_s=max(point.high_s, linear_s))
+        out.append(point)
+    if beyond:
+        base.health.note(
+            f"More than linear: {', '.join(beyond)} than at the measured {base.ranks}. The measured step holds time that "
+            "a step of fewer micro batches, made from the typical one, does not repeat (a slow first micro batch, "
+            "irregular waits), so the bands reach up to linear scaling; record more steps after warming up."
+        )
+    return out
 
 
 def _retimed(found: Core) -> str:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate import overlap
 from scaletrace.extrapolate.base import Base, of_micro_batches
+from scaletrace.extrapolate.cautions import has_data_axis
 from scaletrace.extrapolate.columns import BOTH, INNER, NONE, OUTER
 from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import Provenance
@@ -298,17 +299,23 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
     noise_sigma = float(np.hypot(noise_sigma, model_error * step_s))
     common = (SIGMAS * noise_sigma) ** 2 + (SIGMAS * overlap_sigma) ** 2 + (SIGMAS * base.jitter_s) ** 2
     tokens = options.tokens_per_step or base.tokens_per_step
-    flop = options.flop_per_step or base.flop_per_step
     # Under strong scaling a rank's share of the samples shrinks as ranks that take samples are added.
     scale = 1.0 if done.part is None else base.layout.data_ranks / found.layout.data_ranks
     rate = tokens * scale / total if tokens and total else None
     more, unknown = _beside(base, found, options, rate)
+    mfu, no_mfu = _mfu(base, found, options, scale)
+    if no_mfu:
+        unknown["mfu"] = no_mfu
+    if (untold := _untold(base, found)) is not None:
+        unknown["step_time_band"] = untold
+    # A guessed axis may cost something else at any other size than the measured one.
+    wider = 1.0 if found.gpus == base.ranks else 1 / base.certainty
     return Point(
         gpus=found.gpus,
         layout=_shown(found.layout, base),
-        low_s=max(total - float(np.hypot(comm_low, common**0.5)), 0.0),
+        low_s=max(total - wider * float(np.hypot(comm_low, common**0.5)), 0.0),
         p50_s=total,
-        high_s=total + float(np.hypot(comm_high, common**0.5)),
+        high_s=total + wider * float(np.hypot(comm_high, common**0.5)),
         ideal_overlap_s=found.ideal_s + lost_s,
         compute_fraction=part.compute * keep,
         exposed_comm_fraction=part.exposed * keep,
@@ -318,9 +325,7 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
         provenance=_provenance(base, done, found.gpus, more),
         comm_error_s=max(comm_low, comm_high),
         tokens_per_s_per_gpu=rate,
-        mfu=flop * scale / total / base.cluster.device.bf16_flops
-        if flop and total and base.rebuilt != "network"
-        else None,
+        mfu=mfu,
         retimed={"by_shape": done.retimed.by_shape, "by_time": done.retimed.by_time} if done.retimed else {},
         unknown=unknown,
         **more,
@@ -356,11 +361,38 @@ def _beside(
     unknown = {name: reason for name, reason in unknown.items() if values[name] is None}
     if tokens_per_s is None:
         unknown["tokens_per_s_per_gpu"] = NO_TOKENS
-    if base.rebuilt == "network":
-        unknown["mfu"] = _foreign(base)
-    elif not (options.flop_per_step or base.flop_per_step):
-        unknown["mfu"] = NO_FLOP
     return values, unknown
+
+
+LEAST_FILLED = 0.01
+"""Counted FLOP that would fill less of the compute's time at peak leave most of the compute uncounted."""
+
+
+def _mfu(base: Base, found: Core, options: Options, scale: float) -> tuple[float | None, str]:
+    """(model FLOP utilisation, ""), or (None, the reason); `scale` is the share of a rank's samples that is left."""
+    flop = options.flop_per_step or base.flop_per_step
+    if base.rebuilt == "network":
+        return None, _foreign(base)
+    if not flop or not found.total_s:
+        return None, NO_FLOP
+    value = flop * scale / found.total_s / base.cluster.device.bf16_flops
+    compute = found.part.compute * found.keep
+    if base.flop_counted and not options.flop_per_step and value < LEAST_FILLED * compute:
+        return None, (
+            f"the FLOP counted from shapes (matrix products and attention) fill {value / compute:.2g} of the compute's "
+            "time at the device's peak, so they say nothing of how well it runs; give --flop"
+        )
+    return value, ""
+
+
+def _untold(base: Base, found: Core) -> str | None:
+    """Why the band of a larger size says nothing, where no data axis was seen: what it would cost is in no number."""
+    if found.gpus <= base.ranks or has_data_axis(base.graph):
+        return None
+    return (
+        "the trace holds no collective of a data axis, so what more ranks cost is not known; low and high cover what "
+        "was measured alone"
+    )
 
 
 def _foreign(base: Base) -> str:

@@ -119,7 +119,10 @@ def _columns(ranks: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], ...
 
 
 def message_ns(state: State) -> Callable[[int, int, int], int]:
-    """Time of a message between stages: the measured median stretched by the cost model, the model alone without one."""
+    """Time of a message between stages: the measured median stretched by the cost model, the model alone without one.
+
+    A message of unknown size (0 bytes) takes the measured median as it is.
+    """
     graph = state.graph
     nodes = np.flatnonzero((graph.kind == int(NodeKind.TRANSFER)) & state.anatomy.is_message)
     # Of a pair the longer side counts: a send is over when its bytes are buffered, a receive when they are there.
@@ -133,6 +136,9 @@ def message_ns(state: State) -> Callable[[int, int, int], int]:
 
     def time(size_bytes: int, src: int, dst: int) -> int:
         model = state.network.seconds("send", size_bytes, 2, stride) if size_bytes > 0 else 0.0
+        if measured > 0 and size_bytes <= 0:
+            # How much a stage hands on is not known, but that it takes time was measured; unknown is not nothing.
+            return round(measured)
         if there > 0:
             return round(measured * model / there)
         return round((model + MESSAGE_OVERHEAD_S) * 1e9)

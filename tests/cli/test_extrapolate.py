@@ -65,10 +65,21 @@ def test_prices_and_tokens_give_energy_and_money(shared_data: Path, tmp_path: Pa
     point = json.loads(place.read_text())["points"][-1]
 
     assert 0 == done.exit_code, done.stderr
+    assert "currency of --price" in done.stdout
     assert "cost of a million tokens" in done.stdout and "W/GPU (modelled)" in done.stdout
     hours = 1.80 / 3600 / point["tokens_per_s_per_gpu"] + 0.10 / 3.6e6 / point["tokens_per_J"]
     assert 1e6 * hours == pytest.approx(point["money_per_million_tokens"])
     assert 0 < point["power_W_per_gpu"] <= 300 and "modelled" == point["provenance"]["power"]
+
+
+def test_a_price_without_tokens_says_what_to_give(samples: Path, tmp_path: Path) -> None:
+    """It is not silently ignored, and nothing of money is printed where there is no price."""
+    priced = _inside(samples / "ddp_w4", "--gpus", "8", "--price", "2.5", "-o", tmp_path / "curve.json")
+    plain = _inside(samples / "ddp_w4", "--gpus", "8", "--tokens", "100", "-o", tmp_path / "curve.json")
+
+    assert 0 == priced.exit_code == plain.exit_code
+    assert "--price gives no cost:" in priced.stdout and "cost of a million" not in priced.stdout
+    assert "cost" not in plain.stdout.replace("costs", "")
 
 
 def test_strong_scaling_says_what_it_leaves_out(samples: Path, tmp_path: Path) -> None:

@@ -68,3 +68,15 @@ def test_a_guessed_axis_is_named_with_its_certainty() -> None:
 
         assert said == len(health.notes)
         assert not said or ("taken to be fsdp=8" in health.notes[0] and "70% certainty" in health.notes[0])
+
+
+def test_a_guessed_axis_widens_bands_by_the_inverse_of_its_certainty() -> None:
+    """The factor is said; certain axes leave bands as they are, and a wild guess makes them four times as wide at most."""
+    found = []
+    for confidence in (1.0, 0.5, 0.01):
+        health = Health()
+        group = Group(0, "0", "default_pg", tuple(range(8)), "fsdp", confidence)
+        found.append(cautions.axes(_job(groups=(group,)), _reduces("fsdp"), Layout(fsdp=8), health))
+        assert (confidence == 0.5) == any("are 2 times as wide" in note for note in health.notes)
+
+    assert [1.0, 0.5, 0.25] == found

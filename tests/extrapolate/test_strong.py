@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.curve import extrapolate
+from scaletrace.extrapolate.base import prepare
+from scaletrace.extrapolate.curve import _to_linear, extrapolate
 from scaletrace.extrapolate.kernels import GPU_FLOOR_S
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.point import Options, evaluate
 from scaletrace.extrapolate.rewrite.batch import repeat_micro_batches, resize_micro_batch
 from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.extrapolate.strong import Batch, Share, agreed, batch_of, retiming_of, told_by_time, with_activations
@@ -173,3 +175,26 @@ def test_sizes_that_do_not_divide_are_left_out_with_the_reason(samples: Path) ->
     assert [1 << 20] == list(curve.left_out) and "can't be divided" in curve.left_out[1 << 20]
     with pytest.raises(UsageError, match="can't be divided"):
         extrapolate(built, sizes=[1 << 20], weak=False)
+
+
+def test_a_pipeline_laid_anew_keeps_its_messages_and_its_fill(shared_data: Path) -> None:
+    """Four stages at two micro batches instead of four: messages take time though their size is not known, and five
+    slots of seven remain, so the step is not halved."""
+    curve = extrapolate(load(shared_data / "gloo" / "pp_1f1b_w4"), sizes=[4, 8], weak=False)
+    measured, doubled = curve.points
+
+    assert 5 / 7 == pytest.approx(doubled.p50_s / measured.p50_s, rel=0.1)
+    assert "data axis" in doubled.unknown["step_time_band"] and "step_time_band" not in measured.unknown
+
+
+def test_more_than_linear_scaling_is_remarked_on_and_its_band_reaches_linear(samples: Path) -> None:
+    """Half the step at twice the ranks stays; a third gets a band up to half, and a note."""
+    base = prepare(load(samples / "ddp_w4"), strong=True)
+    point = evaluate(base, 8, Options(weak=False))
+    whole = base.fit.replayed_s
+    linear, beyond = (
+        replace(point, low_s=share * whole, p50_s=share * whole, high_s=share * whole) for share in (1 / 2, 1 / 3)
+    )
+
+    assert [whole / 2, whole / 2] == [each.high_s for each in _to_linear([linear, beyond], base)]
+    assert ["3 times as fast at 8 GPUs" in note for note in base.health.notes if "More than linear" in note] == [True]

@@ -241,6 +241,29 @@ def path_table(doc: Document, most: int = 10) -> RenderableType:
     return _titled(title, table)
 
 
+_BEHIND = {"of", "that", "whose", "which", "with", "without", "taken", "inferred", "outside", "to", "in", "on", "for"}
+_BEHIND |= {"not", "from", "by", "released", "assumed"}
+"""Words that end the noun at the start of a reason."""
+
+
+def one_of(reason: str) -> str:
+    """A reason that counts several, said of one: "axes of groups inferred" → "axis of groups inferred"."""
+    words = reason.split(" ")
+    end = next((i for i, word in enumerate(words) if word.strip(",(") in _BEHIND or "(" in word), len(words))
+    if not 0 < end:
+        return reason
+    noun, comma = words[end - 1].rstrip(","), "," * words[end - 1].endswith(",")
+    if noun == "axes":
+        noun = "axis"
+    elif noun.endswith("ies"):
+        noun = f"{noun[:-3]}y"
+    elif noun.endswith(("ches", "shes", "sses", "xes")):
+        noun = noun[:-2]
+    elif noun.endswith("s") and not noun.endswith("ss"):
+        noun = noun[:-1]
+    return " ".join([*words[: end - 1], noun + comma, *words[end:]])
+
+
 def health_lines(doc: Document) -> list[Text]:
     """What was repaired, clipped, dropped, guessed or unmatched, a line each; nothing for a clean result."""
     health = doc.get("health") or {}
@@ -248,7 +271,10 @@ def health_lines(doc: Document) -> list[Text]:
     for kind in ("repaired", "clipped", "dropped", "guessed", "unmatched"):
         counts = health.get(kind) or {}
         if isinstance(counts, Mapping) and counts:
-            what = ", ".join(f"{units.number(n)} {units.clean(reason, 200)}" for reason, n in sorted(counts.items()))
+            what = ", ".join(
+                f"{units.number(n)} {units.clean(one_of(reason) if n == 1 else reason, 200)}"
+                for reason, n in sorted(counts.items())
+            )
             lines.append(Text(f"{kind}: {what}", style="yellow"))
     return lines + [Text(f"note: {units.clean(note, 400)}", style="yellow") for note in health.get("notes") or ()]
 
@@ -276,8 +302,14 @@ def _p50(value: Any) -> float | None:
     return float(value) if units.is_number(value) else None
 
 
-def _band(value: Any) -> str:
-    """Half the width of a band relative to its middle, as "±4 %"."""
+UNTOLD = "?"
+
+
+def band(point: Document) -> str:
+    """Half the width of a point's band relative to its middle, as "±4 %"; "?" where the answer says that it tells nothing."""
+    value = point.get("step_time_s")
+    if isinstance(why := point.get("unknown"), Mapping) and why.get("step_time_band"):
+        return UNTOLD
     if not isinstance(value, Mapping) or not all(units.is_number(value.get(k)) for k in ("low", "p50", "high")):
         return units.MISSING
     middle = value["p50"]
@@ -327,16 +359,21 @@ def _ideal(point: Document) -> str:
     return units.seconds(ideal)
 
 
+def _largest(point: Document) -> str:
+    """The largest part of the step, short enough that no heading is cut."""
+    return units.shorten(str(point.get("dominant") or units.MISSING).replace(" communication", " comm."), 18)
+
+
 _CURVE_COLUMNS: tuple[tuple[str, Callable[[Document], str], bool], ...] = (
     ("GPUs", lambda p: units.number(p.get("gpus")), True),
     ("step", lambda p: units.seconds(_p50(p.get("step_time_s"))), True),
-    ("band", lambda p: _band(p.get("step_time_s")), True),
-    ("if overlap is free", _ideal, True),
-    ("tok/s/GPU", lambda p: units.number(_p50(p.get("tokens_per_s_per_gpu"))), True),
+    ("band", band, True),
+    ("overlap\nfree", _ideal, True),
+    ("tok/s\n/GPU", lambda p: units.number(_p50(p.get("tokens_per_s_per_gpu"))), True),
     ("MFU", lambda p: units.percent(_p50(p.get("mfu"))), True),
     ("exposed", lambda p: units.percent(_p50(p.get("exposed_comm_fraction"))), True),
     ("memory", lambda p: units.size(_p50(p.get("memory_bytes"))), True),
-    ("largest part", lambda p: units.shorten(p.get("dominant") or units.MISSING, 18), False),
+    ("largest part", _largest, False),
     ("provenance", lambda p: units.shorten(provenance_text(p.get("provenance")), 14), False),
 )
 """Heading, text of a point, and whether it is a number."""
@@ -361,6 +398,41 @@ def points_table(points: Sequence[Document]) -> Table:
     return table
 
 
+def _layouts_line(points: Sequence[Document]) -> str:
+    """Which degrees grow with the size and which stay: "layout     fsdp 8, 12, 64; at every size tp=2"; "" unless one a size."""
+    found = [p.get("layout") for p in points]
+    layouts = [layout for layout in found if isinstance(layout, Mapping)]
+    if not layouts or len(layouts) < len(found) or len({p.get("gpus") for p in points}) < len(points):
+        return ""
+    names = list(dict.fromkeys(name for layout in layouts for name in layout))
+    values = {name: [layout.get(name, 1) for layout in layouts] for name in names}
+    stays = {name: seen[0] for name, seen in values.items() if all(value == seen[0] for value in seen)}
+    moves = [
+        f"{units.clean(name, 20)} {', '.join(units.clean(v, 20) for v in seen)}"
+        for name, seen in values.items()
+        if name not in stays
+    ]
+    kept = layout_text(stays) if any(v not in (None, 1, False, "") for v in stays.values()) else ""
+    parts = [*moves, *([f"at every size {kept}" if moves or len(points) > 1 else kept] if kept else [])]
+    return f"layout     {'; '.join(parts)}" if parts else ""
+
+
+_EXPLAINED = {"step_time_band": "band ?", "mfu": "MFU –"}
+"""Numbers that a reader looks for, and how the table shows that they are missing."""
+
+
+def _dashes(points: Sequence[Document]) -> list[str]:
+    """Why a number that the table lacks is not known, a line each; the first reason stands for all sizes."""
+    out = []
+    for key, shown in _EXPLAINED.items():
+        reasons = [
+            why[key] for p in points if isinstance(why := p.get("unknown"), Mapping) and isinstance(why.get(key), str)
+        ]
+        if reasons:
+            out.append(f"{shown}: {units.clean(reasons[0], 300)}")
+    return out
+
+
 def curve_table(doc: Document) -> RenderableType:
     """The scaling curve of `scaletrace extrapolate`: a row a point, then one line of plot."""
     points = doc.get("points") or ()
@@ -371,6 +443,7 @@ def curve_table(doc: Document) -> RenderableType:
     if known:
         span = f"{units.seconds(min(known))} to {units.seconds(max(known))}"
         lines.append(Text(f"step time  {sparkline(steps)}  {span}"))
+    lines += [Text(line) for line in (_layouts_line(points), *_dashes(points)) if line]
     return Group(*lines, *health_lines(doc))
 
 

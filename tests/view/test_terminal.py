@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
 
 from scaletrace.view import terminal
@@ -147,12 +148,43 @@ def test_curve_shows_band_knee_and_plot() -> None:
     assert "step time  ▁▂█  100 ms to 200 ms" in text
 
 
-def test_layouts_are_a_column_only_where_a_size_has_several() -> None:
-    """Two layouts of one size need to be told apart."""
+def test_layouts_are_a_column_where_a_size_has_several_and_a_line_elsewhere() -> None:
+    """Two layouts of one size need to be told apart; else a line says which degrees grow and which stay."""
     points = [{"gpus": 8, "layout": {"fsdp": 8}}, {"gpus": 8, "layout": {"tp": 8}}]
 
     assert "fsdp=8" in printed(terminal.curve_table({"points": points}))
-    assert "layout" not in printed(terminal.curve_table({"points": points[:1]}))
+    assert "\nlayout     fsdp=8\n" in printed(terminal.curve_table({"points": points[:1]}))
+    grown = [{"gpus": 2 * n, "layout": {"dp": n, "tp": 2}} for n in (1, 6)]
+    assert "\nlayout     dp 1, 6; at every size tp=2\n" in printed(terminal.curve_table({"points": grown}))
+
+
+def test_a_band_that_tells_nothing_is_a_question_mark_with_its_reason() -> None:
+    """So is an MFU that its FLOP do not carry: a dash, and why."""
+    step = {"low": 0.9, "p50": 1.0, "high": 1.1}
+    points = [
+        {"gpus": 2, "step_time_s": step, "unknown": {}},
+        {"gpus": 8, "step_time_s": step, "unknown": {"step_time_band": "no data axis", "mfu": "few FLOP"}},
+    ]
+    text = printed(terminal.curve_table({"points": points}))
+
+    assert {"2 1 s ±10 %", "8 1 s ?"} < {" ".join(line.split()) for line in text.splitlines()}
+    assert "band ?: no data axis" in text and "MFU –: few FLOP" in text
+
+
+@pytest.mark.parametrize(
+    ("several", "one"),
+    [
+        ("axes of groups inferred from their use", "axis of groups inferred from their use"),
+        ("waits released before the recorded end", "wait released before the recorded end"),
+        ("optimizer states taken to be fp32", "optimizer state taken to be fp32"),
+        ("launches without GPU records", "launch without GPU records"),
+        ("kernel times without a measured anchor", "kernel time without a measured anchor"),
+        ("groups assumed to hold all ranks", "group assumed to hold all ranks"),
+    ],
+)
+def test_one_is_said_in_the_singular(several: str, one: str) -> None:
+    """A count of one names one thing."""
+    assert one == terminal.one_of(several)
 
 
 def test_columns_without_a_value_are_left_out() -> None:

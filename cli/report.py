@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scaletrace.cli.common import document, err, exit_codes, out, print_json
 from scaletrace.cli.reading import read_job, reads_captures
 from scaletrace.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from scaletrace.parse.build import Built
 
 
 @reads_captures
@@ -36,7 +39,7 @@ def report(
         with progress("reading", err) as advance:
             for done, path in enumerate(paths):
                 advance(done, len(paths), f"reading {Path(path).name}")
-                answers.append(read_answer(path))
+                answers += read_answers(path)
         try:
             page = write_report(output, answers, title)
             kinds = [kind.strip() for kind in formats.split(",") if kind.strip()]
@@ -57,15 +60,45 @@ def report(
                 err.print(f"{len(files)} plot files in {plots}", markup=False)
 
 
-def read_answer(path: str) -> dict[str, Any]:
-    """The JSON answer in a file; a capture is replayed to get one."""
+def read_answers(path: str) -> list[dict[str, Any]]:
+    """The JSON answer in a file; a capture is replayed to get one, beside what was recorded and how well it ran."""
     answer = _json_answer(Path(path))
     if answer is not None:
-        return answer
+        return [answer]
+    from scaletrace.parse.build import build
     from scaletrace.replay.result import replay_job
 
-    result = replay_job(read_job(path))
-    return document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
+    built = build(read_job(path))
+    result = replay_job(built)
+    replayed = document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
+    return [replayed, _recorded(path, built)]
+
+
+_RECORDED = ("backend", "ranks", "steps", "layers", "memory")
+"""Parts of `inspect` that no plot of a replay shows."""
+_MEASURED = ("mfu", "memory_bytes", "power_W_per_gpu")
+"""Numbers of the measured size, as the first point of `extrapolate` has them."""
+
+
+def _recorded(path: str, built: Built) -> dict[str, Any]:
+    """What `inspect` says of layers and memory, and what `extrapolate` says of the measured size; null with its reason."""
+    from scaletrace.cli.inspect import describe
+    from scaletrace.errors import ScaletraceError
+    from scaletrace.extrapolate.base import prepare
+    from scaletrace.extrapolate.point import Options, evaluate
+
+    job = built.job
+    found = describe(job)
+    parts = {key: found[key] for key in _RECORDED}
+    try:
+        base = prepare(built)
+        point = evaluate(base, base.ranks, Options()).to_json()
+        parts["at_measured_size"] = {
+            key: point["unknown"].get(key) if point[key] is None else point[key] for key in _MEASURED
+        }
+    except ScaletraceError as error:
+        parts["at_measured_size"] = {"unknown": str(error)}
+    return document("scaletrace.inspect/1", path, job.health.to_json(), **parts)
 
 
 def _json_answer(file: Path) -> dict[str, Any] | None:

@@ -47,6 +47,17 @@ def test_a_capture_is_replayed_first(tmp_path: Path, samples: Path) -> None:
     assert "Where time went" in page.read_text(encoding="utf-8")
 
 
+def test_a_page_of_a_capture_says_layers_memory_and_mfu(tmp_path: Path, samples: Path) -> None:
+    """They come from the answers of inspect and of extrapolate at the measured size; what is not known says why."""
+    page = tmp_path / "r.html"
+    result = RUNNER.invoke(app, [str(samples / "ddp_w2"), "-o", str(page), "--quiet"])
+    text = page.read_text(encoding="utf-8")
+
+    assert 0 == result.exit_code
+    assert "Layers, time a step (found by" in text and "<td>optimizer</td>" in text
+    assert "<dt>memory</dt>" in text and "<dt>at measured size</dt><dd>mfu " in text
+
+
 @pytest.mark.parametrize(
     ("content", "code", "words"),
     [

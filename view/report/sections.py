@@ -16,6 +16,7 @@ from scaletrace.view.report.html import Cell, Html, Table, csv_link, join, tag
 from scaletrace.view.report.layouts import layouts, layouts_headline
 from scaletrace.view.report.limits import utilization
 from scaletrace.view.report.read import Document, mapping, num, rows, schema_of
+from scaletrace.view.report.recorded import layers as layers_of
 
 Draw = Callable[[Document], Plot | None]
 
@@ -93,7 +94,7 @@ def _section(doc: Document, kind: str, number: int) -> Section:
     before = [tag("p", f"from {source}", class_="soft")] if source else []
     if rows(doc.get("steps")):
         before.append(_steps(doc))
-    after = [_facts(doc), *_tables(doc), *_health(doc)]
+    after = [_facts(doc), *layers_of(doc), *_tables(doc), *_health(doc)]
     name = "".join(c for c in kind if c.isascii() and c.isalnum()) or "answer"
     return Section(
         f"{name}-{number}", title if number == 1 else f"{title} {number}", _headline(doc, kind), plots, before, after

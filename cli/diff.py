@@ -13,8 +13,8 @@ MILLISECOND_NS = 1e6
 TITLES = (
     ("path", "on the critical path"),
     ("parts", "mean of all ranks"),
-    ("collectives", "collectives, all ranks"),
-    ("operations", "operations, all ranks"),
+    ("collectives", "collectives, sum of ranks"),
+    ("operations", "operations, sum of ranks"),
 )
 
 
@@ -33,7 +33,7 @@ def diff(
 ) -> None:
     """Compare two runs of a job: which operations and waits explain the difference of a step.
 
-    The lines of the first table sum to the difference. Times are per step.
+    The lines of the first table sum to the difference of the windows. Times are per step.
 
     Example: scaletrace diff runs/monday runs/tuesday
     """
@@ -67,6 +67,8 @@ def show(answer: dict[str, Any], most: int) -> None:
     out.print(
         Text(f"{_ms(a)} ms → {_ms(b)} ms a step: {(b - a) / MILLISECOND_NS:+,.3f} ms ({share:+.1%})", style="bold")
     )
+    if any(line["delta_ns"] for line in answer["path"]):
+        _say_windows(answer["a_window_ns"], answer["b_window_ns"])
     for key, title in TITLES:
         lines = [line for line in answer[key] if line["delta_ns"]]
         if not lines:
@@ -85,6 +87,19 @@ def show(answer: dict[str, Any], most: int) -> None:
             out.print(Text(f"{len(lines) - most} further lines: {left / MILLISECOND_NS:+,.3f} ms"))
     for line in health_lines(answer):
         out.print(line)
+
+
+def _say_windows(was: float, now: float) -> None:
+    """What the lines on the critical path sum to, which is not the step time."""
+    from rich.text import Text
+
+    out.print(
+        Text(
+            "From end to end on each rank, as in replay. The whole window divided by its steps, which also holds how far "
+            f"ranks and devices were apart as it began: {_ms(was)} ms → {_ms(now)} ms, "
+            f"{(now - was) / MILLISECOND_NS:+,.3f} ms, to which the lines on the critical path sum."
+        )
+    )
 
 
 def _ms(time_ns: float) -> str:

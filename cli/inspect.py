@@ -221,9 +221,16 @@ def show(answer: dict[str, Any]) -> None:
     who = "not on all their ranks" if not ranks["missing"] else "not on all ranks present"
     out.print(f"matched  {collectives['matched']} collectives{rung}, {collectives['unmatched']} {who}")
     out.print(f"clocks   {_clock_line(answer)}")
-    for table in (_group_table(answer), _kind_table(answer), _rank_table(answer), _layer_table(answer)):
+    for table, about in (
+        (_group_table(answer), ""),
+        (_kind_table(answer), _OF_KINDS),
+        (_rank_table(answer), _of_ranks(answer)),
+        (_layer_table(answer), ""),
+    ):
         if table.row_count:
             out.print(table)
+            if about:
+                out.print(about)
     if answer["layers"]["why_not"]:
         out.print(f"layers   none found: {answer['layers']['why_not']}")
     memory = answer["memory"]
@@ -257,21 +264,15 @@ def _few(numbers: list[int]) -> str:
 
 
 def _time(ns: int | None) -> str:
-    if ns is None:
-        return "?"
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if abs(ns) >= size:
-            return f"{ns / size:.3g} {unit}"
-    return f"{ns} ns"
+    from scaletrace.view import units
+
+    return units.duration(ns)
 
 
 def _bytes(count: int | None) -> str:
-    if count is None:
-        return "?"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+    from scaletrace.view import units
+
+    return units.size(count)
 
 
 def _clock_line(answer: dict[str, Any]) -> str:
@@ -314,18 +315,35 @@ def _group_table(answer: dict[str, Any]) -> Table:
     return table
 
 
+_OF_KINDS = (
+    "Measured, of collectives seen on all their ranks: waits summed over ranks, each transfer once. Replay lists all, as "
+    "replayed, and sums transfers over ranks too."
+)
+
+
+def _of_ranks(answer: dict[str, Any]) -> str:
+    """What the table on ranks measures, and that one step says little."""
+    words = (
+        "Who was waited for, in collectives within a pipeline stage; what the job would gain from a rank at its peers' "
+        "pace is another question: see scaletrace replay."
+    )
+    few = len(answer["steps"]) == 1 and any(share["cause"] for share in answer["stragglers"])
+    return words + " One step says little about which rank is slow." * few
+
+
 def _kind_table(answer: dict[str, Any]) -> Table:
+    from scaletrace.view import units
+
     table = _table(
         ("collective", False),
         ("axis", False),
         ("bytes", True),
         ("count", True),
-        ("waiting", True),
+        ("Σ wait", True),
         ("transfer", True),
-        ("bus GB/s", True),
+        ("bus bw", True),
     )
     for row in answer["collectives"]["by_kind"][:_ROWS]:
-        rate = row["busbw_Bps"]
         table.add_row(
             row["kind"],
             row["axis"] or "?",
@@ -333,7 +351,7 @@ def _kind_table(answer: dict[str, Any]) -> Table:
             str(row["count"]),
             _time(row["wait_ns"]),
             _transfer(row),
-            f"{rate / 1e9:.3g}" if rate is not None else "?",
+            units.rate(row["busbw_Bps"]),
         )
     return table
 
@@ -350,15 +368,16 @@ def _rank_table(answer: dict[str, Any]) -> Table:
         ("rank", True), ("each other waits", True), ("waits itself", True), ("computes", True), ("verdict", False)
     )
     shares = answer["stragglers"]
+    each = "/step" if answer["steps"] else ""
     if len(shares) < 2 or not any(share["waited_ns"] for share in shares):
         return table
     named = [share for share in shares if share["cause"]]
     for share in (named + [share for share in shares if not share["cause"]])[: max(len(named), 3)][:_ROWS]:
         table.add_row(
             str(share["rank"]),
-            f"{_time(share['each_waited_ns'])}/step",
-            f"{_time(share['waited_ns'])}/step",
-            f"{_time(share['compute_ns'])}/step",
+            f"{_time(share['each_waited_ns'])}{each}",
+            f"{_time(share['waited_ns'])}{each}",
+            f"{_time(share['compute_ns'])}{each}",
             share["cause"] or "-",
         )
     return table

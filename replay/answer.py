@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scaletrace.parse.build import Built
-from scaletrace.replay.accuracy import step_errors
+from scaletrace.replay.accuracy import StepError, step_errors
 from scaletrace.replay.breakdown import breakdown
 from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.result import path_json
@@ -19,6 +19,7 @@ def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
     is_bound: whether the gain is the most that the change can bring (overlap=ideal) instead of a prediction
     """
     before = {e.step: e for e in _steps(built, found.before)}
+    after = _steps(built, found.after)
     return {
         "rules": [_rule(found, rule.text) for rule in found.rules],
         "steps": [
@@ -28,7 +29,7 @@ def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
                 "before_ns": before[e.step].replayed_ns,
                 "after_ns": e.replayed_ns,
             }
-            for e in _steps(built, found.after)
+            for e in after
         ],
         "before_ns": found.before.makespan_ns,
         "after_ns": found.after.makespan_ns,
@@ -38,8 +39,28 @@ def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
         "breakdown_before": _parts(found.before),
         "breakdown": _parts(found.after),
         "critical_path": path_json(critical_path(found.after)),
-        "notes": list(found.notes),
+        "notes": [*found.notes, *_shifted(before, after, found)],
     }
+
+
+LONGER = 0.02
+"""A step that gets longer by this share in a shorter window is explained."""
+
+
+def _shifted(before: dict[int, StepError], after: list[StepError], found: WhatIf) -> list[str]:
+    """Why steps get longer where the window gets shorter; nothing where none does."""
+    steps = [e.step for e in after if e.replayed_ns > (1 + LONGER) * before[e.step].replayed_ns]
+    if not steps or found.change_ns >= 0:
+        return []
+    path = critical_path(found.after).time_by("rank")
+    rank = max(path, key=lambda key: path[key]) if path else ""
+    paced = f"; rank {rank} sets the pace now" if rank else ""
+    names = ", ".join(str(step) for step in steps[:8]) + (", …" if len(steps) > 8 else "")
+    said = (
+        f"Step{'s' * (len(steps) > 1)} {names} get{'s' * (len(steps) == 1)} longer because the steps before end earlier, "
+        f"while what else bounds the window moves less{paced}. The gain is that of the whole window, not of a step."
+    )
+    return [said]
 
 
 def _rule(found: WhatIf, text: str) -> dict[str, Any]:
@@ -51,7 +72,7 @@ def _rule(found: WhatIf, text: str) -> dict[str, Any]:
     return out
 
 
-def _steps(built: Built, timeline: Timeline) -> list[Any]:
+def _steps(built: Built, timeline: Timeline) -> list[StepError]:
     return step_errors(built.graph, built.measured, timeline)
 
 

@@ -30,7 +30,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """a_ns, b_ns: length of a step (window divided by steps). The deltas of `path` sum to the difference of the two.
+    """a_ns, b_ns: the measured step time of each run, as `replay` gives it (replay.steps). a_window_ns, b_window_ns: the
+    replayed window divided by its steps, which also holds how far ranks and devices were apart when it began; the
+    critical path crosses it whole, so the deltas of `path` sum to the difference of these two.
 
     parts      mean over ranks of each breakdown part, per step
     operations time of all ranks together per step, by kernel or operator name
@@ -38,6 +40,8 @@ class Diff:
 
     a_ns: float
     b_ns: float
+    a_window_ns: float
+    b_window_ns: float
     path: list[Change]
     parts: list[Change]
     operations: list[Change]
@@ -46,6 +50,10 @@ class Diff:
     @property
     def delta_ns(self) -> float:
         return self.b_ns - self.a_ns
+
+    @property
+    def window_delta_ns(self) -> float:
+        return self.b_window_ns - self.a_window_ns
 
     @property
     def common(self) -> float:
@@ -75,6 +83,9 @@ class Diff:
             "a_step_ns": self.a_ns,
             "b_step_ns": self.b_ns,
             "delta_ns": self.delta_ns,
+            "a_window_ns": self.a_window_ns,
+            "b_window_ns": self.b_window_ns,
+            "window_delta_ns": self.window_delta_ns,
             "common": self.common,
             "path": lines(self.path),
             "parts": lines(self.parts),
@@ -87,6 +98,8 @@ def diff(a: ReplayResult, b: ReplayResult) -> Diff:
     """Compare two runs of a job; they may differ in steps, ranks and names."""
     steps_a, steps_b = max(len(a.steps), 1), max(len(b.steps), 1)
     return Diff(
+        float(a.step_time_ns()["measured"]),
+        float(b.step_time_ns()["measured"]),
         a.path.length_ns / steps_a,
         b.path.length_ns / steps_b,
         _changes(_on_path(a.path), steps_a, _on_path(b.path), steps_b),

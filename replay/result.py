@@ -26,7 +26,7 @@ from scaletrace.replay.breakdown import RankBreakdown, breakdown
 from scaletrace.replay.critical_path import CriticalPath, critical_path, next_paths
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_window
-from scaletrace.replay.stragglers import Straggler, stragglers
+from scaletrace.replay.stragglers import Straggler, judged
 from scaletrace.replay.timeline import Timeline
 
 NEXT_PATHS = 3
@@ -105,10 +105,7 @@ class ReplayResult:
             },
             "breakdown": {str(part.rank): part.to_json() for part in self.breakdown},
             "collectives": [one.to_json() for one in self.collectives],
-            "stragglers": [
-                {"rank": s.rank, "caused_wait_ns": s.caused_wait_ns, "shorter_by_ns": s.shorter_by_ns}
-                for s in self.stragglers
-            ],
+            "stragglers": [s.to_json() for s in self.stragglers],
             "critical_path": path_json(self.path),
         }
 
@@ -175,7 +172,7 @@ def replay_job(source: Job | Built, options: BuildOptions | None = None) -> Repl
         across_steps(graph, built.measured),
         breakdown(timeline),
         summarise_collectives(timeline, built.job),
-        stragglers(timeline),
+        judged(timeline, built.job),
     )
 
 

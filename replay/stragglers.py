@@ -1,19 +1,29 @@
-"""Turns a graph into what each rank costs the others: the waits it caused, and the step without its delay."""
+"""Turns a graph into what each rank costs the others: the waits it caused, and the step without its delay.
+
+Two questions, two ranks at times. Who was waited for is measured and answered by parse.stragglers, for `inspect` and
+`replay` alike. What a rank's delay costs is replayed without it: little where another rank is as slow and sets the pace
+then, much for one that nobody waited for where its work after the last collective ends the window.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
+from scaletrace.parse.job import Job
+from scaletrace.parse.stragglers import straggler_summary
 from scaletrace.replay.align import pair, sequences, tokens
+from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.engine import replay, replay_columns
 from scaletrace.replay.timeline import Timeline
 
 MOST_PEERS = 4
 COLUMNS = 16
+MOST_ASKED = 3
 _OWN = (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.KERNEL, NodeKind.COPY)
 
 
@@ -24,11 +34,24 @@ class Straggler:
     caused_wait_ns  wall time during which another rank waited for this one, averaged over the other ranks; waits of one
                     rank that overlap (two collectives in flight) count once
     shorter_by_ns  makespan minus the makespan with this rank's own work no slower than the median of its peers'
+    each_waited_ns  caused_wait_ns a step
+    cause          the verdict of parse.stragglers; "" where the rank stands out in nothing
+    ends_last      whether the window ends with this rank's work
+    then_rank      whose work leads most of the critical path once this rank keeps pace; -1 where it was not asked
     """
 
     rank: int
     caused_wait_ns: int
     shorter_by_ns: int
+    each_waited_ns: int = 0
+    cause: str = ""
+    ends_last: bool = False
+    then_rank: int = -1
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `replay --json`; then_rank is None where it was not asked."""
+        named = {name: getattr(self, name) for name in self.__slots__}
+        return named | {"then_rank": self.then_rank if self.then_rank >= 0 else None}
 
 
 def waits(timeline: Timeline) -> tuple[IntArray, IntArray]:
@@ -64,6 +87,34 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
             shorter[rank] = int(timeline.end_ns.max() - end[at])
     found = [Straggler(rank, caused[rank], shorter[rank]) for rank in ranks]
     return sorted(found, key=lambda s: (-s.shorter_by_ns, -s.caused_wait_ns, s.rank))
+
+
+def judged(timeline: Timeline, job: Job) -> list[Straggler]:
+    """`stragglers` with the waits and the verdict that were measured in the job, as `inspect` shows them."""
+    found = stragglers(timeline)
+    if not found:
+        return []
+    shares = {share.rank: share for share in straggler_summary(job)}
+    steps = max((len(trace.steps) for trace in job.ranks), default=0) or 1
+    graph = timeline.graph
+    last = int(graph.rank[np.argmax(np.where(graph.lane >= 0, timeline.end_ns, timeline.start_ns.min()))])
+    out = []
+    for one in found:
+        share = shares.get(one.rank)
+        each = share.caused_wait_ns // (len(found) - 1) if share else 0
+        cause = share.cause if share else ""
+        out.append(replace(one, caused_wait_ns=each * steps, each_waited_ns=each, cause=cause))
+    out = [replace(one, ends_last=one.rank == last) for one in out]
+    asked = {out[0].rank, *(one.rank for one in out if one.cause)}
+    asked = set(sorted(asked, key=lambda rank: [one.rank for one in out].index(rank))[:MOST_ASKED])
+    out = [replace(one, then_rank=_leads(graph, one.rank)) if one.rank in asked else one for one in out]
+    return sorted(out, key=lambda s: (-s.shorter_by_ns, -s.caused_wait_ns, s.rank))
+
+
+def _leads(graph: Graph, rank: int) -> int:
+    """The rank with most of the critical path where `rank` keeps the pace of its peers."""
+    by_rank = critical_path(without_delay(graph, rank)).time_by("rank")
+    return int(max(by_rank, key=lambda key: by_rank[key])) if by_rank else -1
 
 
 def caused_waits(timeline: Timeline, ranks: list[int]) -> dict[int, int]:

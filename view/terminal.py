@@ -79,8 +79,7 @@ def replay_headline(doc: Document) -> str:
     path = doc.get("critical_path") or {}
     parts = []
     if steps:
-        mean = (doc.get("step_time_ns") or {}).get("measured") or sum(s["measured_ns"] for s in steps) / len(steps)
-        parts.append(f"{len(steps)} step{'s' * (len(steps) != 1)} of {units.duration(mean)} on average")
+        parts.append(_steps_phrase(doc, steps))
     if doc.get("mean_abs_error") is not None:
         strict = (doc.get("quality") or {}).get("strict_error")
         without = f" ({units.percent(strict)} without its unexplained stalls)" if units.is_number(strict) else ""
@@ -98,21 +97,75 @@ _STANDS_OUT = 0.02
 """A rank is named in the headline when its peers' pace would save this share of the time."""
 
 
+def _steps_phrase(doc: Document, steps: Sequence[Document]) -> str:
+    """How long a step takes: from one to the next on each rank, or from a rank's start and from the first of all ranks."""
+    mean = sum(s["measured_ns"] for s in steps) / len(steps)
+    step = (doc.get("step_time_ns") or {}).get("measured") or mean
+    if len(steps) > 1:
+        return f"{len(steps)} steps, {units.duration(step)} from one to the next"
+    marked = steps[0].get("step") != -1
+    words = "1 step of" if marked else "no step is marked, the window takes"
+    if units.duration(mean) == units.duration(step) or abs(mean - step) < 0.001 * step:
+        return f"{words} {units.duration(step)}"
+    return f"{words} {units.duration(step)} on a rank ({units.duration(mean)} over all ranks)"
+
+
 def _straggler_phrase(doc: Document, steps: int, by_step: bool) -> str | None:
-    """Which rank costs the job most, by counterfactual; that none stands out; None for a single rank."""
+    """Who was waited for, and whose delay costs the job most; that no rank stands out; None for a single rank."""
     ranks = [s for s in doc.get("stragglers") or () if units.is_number(s.get("caused_wait_ns"))]
     if not ranks:
         return None
-    worst = max(ranks, key=lambda s: (s.get("shorter_by_ns") or 0, s["caused_wait_ns"]))
     length = (doc.get("critical_path") or {}).get("length_ns") or 0
-    saved = worst.get("shorter_by_ns")
-    if saved is not None and saved < _STANDS_OUT * length:
+    worst = max(ranks, key=lambda s: (s.get("shorter_by_ns") or 0, s["caused_wait_ns"]))
+    step = " a step" * by_step
+    if worst.get("shorter_by_ns") is None:
+        return f"rank {worst['rank']} kept each of the others waiting {units.duration(waited_ns(worst, steps))}{step}"
+    saves = worst["shorter_by_ns"] >= _STANDS_OUT * length and worst["shorter_by_ns"] > 0
+    awaited = max((s for s in ranks if s.get("cause")), key=lambda s: s["caused_wait_ns"], default=None)
+    said = []
+    if awaited is not None:
+        same = awaited is worst or not saves
+        said.append(_awaited_phrase(awaited, steps, step, length if same else 0))
+    if saves and awaited is not worst:
+        said.append(_saving_phrase(worst, steps, step, awaited is not None))
+    if not said:
         return "no rank stands out"
-    step, wait = " a step" * by_step, worst["caused_wait_ns"] / steps
-    if saved is None:
-        return f"rank {worst['rank']} kept each of the others waiting {units.duration(wait)}{step}"
-    waiting = f": each of the others waits {units.duration(wait)} for it" if wait else ""
-    return f"rank {worst['rank']} costs {units.duration(saved / steps)}{step}{waiting}"
+    return "; ".join(said) + ("; one step says little about which rank is slow" if by_step and steps == 1 else "")
+
+
+def waited_ns(item: Document, steps: int) -> float:
+    """How long each of the others waited for a rank, a step."""
+    each = item.get("each_waited_ns")
+    return float(each) if each is not None and units.is_number(each) else (item.get("caused_wait_ns") or 0) / steps
+
+
+def _awaited_phrase(item: Document, steps: int, step: str, length: float) -> str:
+    """The rank for which the others waited, why, and what its peers' pace would save."""
+    words = f"rank {item['rank']} {units.clean(item['cause'], 40)}"
+    if wait := waited_ns(item, steps):
+        words += f", each of the others waits {units.duration(wait)}{step} for it"
+    saved = item.get("shorter_by_ns") or 0
+    gain = units.duration(saved / steps) if saved > 0 else "nothing"
+    if not length:
+        return words
+    if saved >= _STANDS_OUT * length:
+        return f"{words}; at its peers' pace the job would gain {gain}{step}"
+    then = item.get("then_rank")
+    why = f", as rank {then} is nearly as late" if units.is_number(then) and then != item["rank"] else ""
+    return f"{words}; at its peers' pace the job would gain only {gain}{step if saved > 0 else ''}{why}"
+
+
+def _saving_phrase(item: Document, steps: int, step: str, another: bool) -> str:
+    """The rank whose peers' pace would save most although another one, or none, was waited for, with the reason."""
+    saved = units.duration(item["shorter_by_ns"] / steps)
+    if wait := waited_ns(item, steps):
+        why = f"each of the others waits {units.duration(wait)}{step} for it"
+    elif item.get("ends_last"):
+        why = "nobody waits for it, but its work behind the last collective ends the window"
+    else:
+        why = "nobody waits for it in a collective, but work that follows from its own does"
+    most = "rank {} costs most" if another else "rank {} costs"
+    return f"{most.format(item['rank'])}{',' if another else ''} {saved}{step}: {why}"
 
 
 def _titled(title: str, table: Table) -> Group:
@@ -130,7 +183,16 @@ def steps_table(doc: Document) -> RenderableType:
             units.duration(step.get("replayed_ns")),
             units.percent(step.get("error"), signed=True),
         )
-    return _titled("Steps", table)
+    rows = [s for s in doc.get("steps") or () if s.get("measured_ns")]
+    longer = len(rows) > 1 and "step_time_ns" in doc
+    return Group(_titled("Steps", table), *([Text(STEP_ROWS, style="bright_black")] if longer else []))
+
+
+STEP_ROWS = (
+    "A row runs from the end of the step before, on the last rank, to its own. The first has none before it and runs from "
+    "the start of the first rank, so it also holds how far ranks are apart and devices behind their hosts."
+)
+"""What a row of the Steps table is, and why the first is longer than the step time."""
 
 
 def drawn_parts(part: Document) -> list[tuple[str, str, str, float]]:
@@ -185,9 +247,9 @@ def _some_ranks(every: list[tuple[str, Document]]) -> list[tuple[str, Document]]
 def collectives_table(doc: Document) -> RenderableType:
     rows = sorted(doc.get("collectives") or (), key=lambda c: -((c.get("wait_ns") or 0) + (c.get("transfer_ns") or 0)))
     title = (
-        "Collectives, summed over ranks"
+        "Collectives as replayed, times of the window summed over ranks"
         if len(rows) <= _MOST_ROWS
-        else f"Collectives, summed over ranks (the {_MOST_ROWS} longest of {len(rows)})"
+        else f"Collectives as replayed, times summed over ranks (the {_MOST_ROWS} longest of {len(rows)})"
     )
     table = _table("axis", "kind", "ranks", "bytes", "count", "Σ wait", "Σ transfer", "bus bw", text_columns=2)
     for item in rows[:_MOST_ROWS]:
@@ -208,17 +270,28 @@ def collectives_table(doc: Document) -> RenderableType:
 def stragglers_table(doc: Document) -> RenderableType:
     """For each late rank how long each of the others waited for it, and what its peers' pace would save, per step."""
     steps = max(len([s for s in doc.get("steps") or () if s.get("measured_ns")]), 1)
-    table = _table("rank", "each other waited", "at its peers' pace", text_columns=0)
+    table = _table("rank", "each other waits", "at its peers' pace", "verdict", text_columns=0)
+    table.columns[-1].justify = "left"
     rows = [s for s in doc.get("stragglers") or () if s.get("caused_wait_ns") or s.get("shorter_by_ns")]
     for item in sorted(rows, key=lambda s: (-(s.get("shorter_by_ns") or 0), -(s.get("caused_wait_ns") or 0)))[:8]:
         saved = item.get("shorter_by_ns")
         _row(
             table,
             str(item.get("rank", units.MISSING)),
-            units.duration((item.get("caused_wait_ns") or 0) / steps),
+            units.duration(waited_ns(item, steps)),
             units.MISSING if saved is None else f"{units.duration(saved / steps)} shorter",
+            units.clean(item.get("cause") or "-", 40),
         )
-    return _titled("Who made others wait, a step" if doc.get("steps") else "Who made others wait", table)
+    title = "Who made others wait, a step" if doc.get("steps") else "Who made others wait"
+    known = any("each_waited_ns" in s for s in rows)
+    return Group(_titled(title, table), *([Text(WAITED_ROWS, style="bright_black")] if known else []))
+
+
+WAITED_ROWS = (
+    "Waits are measured, in collectives within a pipeline stage, as inspect shows them; the gain is replayed: it is small "
+    "where another rank is as late, and may be large for a rank whose work nobody waits for but the end of the window."
+)
+"""The two questions that the table on stragglers answers."""
 
 
 def path_table(doc: Document, most: int = 10) -> RenderableType:
@@ -288,7 +361,7 @@ def replay_tables(doc: Document) -> list[RenderableType]:
         out.append(breakdown_table(doc))
     if doc.get("collectives"):
         out.append(collectives_table(doc))
-    if any(s.get("caused_wait_ns") for s in doc.get("stragglers") or ()):
+    if any(s.get("caused_wait_ns") or s.get("shorter_by_ns") for s in doc.get("stragglers") or ()):
         out.append(stragglers_table(doc))
     if doc.get("critical_path"):
         out.append(path_table(doc))

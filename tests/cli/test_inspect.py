@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Run
 
 
@@ -66,6 +68,28 @@ def test_inspect_and_replay_give_one_number(run: Run, samples: Path) -> None:
 
     assert 3 == inspected["rank"] == replayed["stragglers"][0]["rank"]
     assert abs(inspected["each_waited_ns"] / each_ns - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    "name", ["gloo/fsdp2_w4", "gloo/pp_1f1b_w4", "gloo/tp_dp_w4", "traces/lightllm8_h200-logs-run1"]
+)
+def test_inspect_and_replay_agree_on_every_rank(run: Run, shared_data: Path, name: str) -> None:
+    """Waits and verdicts of all ranks are one answer: the same clocks, the same collectives."""
+    inspected = json.loads(run("inspect", shared_data / name, "--json").stdout)["stragglers"]
+    replayed = json.loads(run("replay", shared_data / name, "--no-trace", "--json").stdout)["stragglers"]
+    waited = [{s["rank"]: (s["each_waited_ns"], s["cause"]) for s in rows} for rows in (inspected, replayed)]
+
+    assert waited[0] == waited[1]
+
+
+def test_inspect_writes_units_as_the_other_commands(run: Run, shared_data: Path) -> None:
+    """Microseconds are µs, bandwidths have their unit in the cell, and captions say what the numbers are of."""
+    text = " ".join(run("inspect", shared_data / "gloo" / "fsdp2_w4").stdout.split())
+
+    assert "7.39 MB/s" in text
+    assert " us " not in text
+    assert "waits summed over ranks, each transfer once" in text
+    assert "One step says little about which rank is slow." in text
 
 
 def test_inspect_shows_what_the_model_is_made_of(run: Run, samples: Path) -> None:

@@ -95,15 +95,39 @@ def test_missing_capture_is_an_input_error(tmp_path: Path) -> None:
 
 
 def test_diff_explains_the_difference(tmp_path: Path) -> None:
-    """The second run's gemm takes 30 us longer, and the path's lines sum to the difference."""
+    """The second run's gemm takes 30 us longer, and the path's lines sum to the difference of the windows."""
     folders = []
     for name, dur in (("a", 50), ("b", 80)):
         (tmp_path / name).mkdir()
         folders.append(write(tmp_path / name, [[call("cudaLaunchKernel", 0, 4, 1), kernel("gemm", 6, dur, 1)]]))
     answer = json.loads(run(diff, str(folders[0]), str(folders[1]), "--json").stdout)
 
-    assert 30_000 == answer["delta_ns"] == sum(line["delta_ns"] for line in answer["path"])
+    assert 30_000 == answer["delta_ns"] == answer["window_delta_ns"] == sum(line["delta_ns"] for line in answer["path"])
     assert ("gemm", "compute", 30_000) == tuple(answer["path"][0][key] for key in ("what", "kind", "delta_ns"))
+
+
+def test_diff_says_what_its_lines_sum_to(tmp_path: Path) -> None:
+    """The step time is that of `replay`; the lines of the critical path sum to the difference of the whole windows."""
+    folders = []
+    for name, dur in (("a", 50), ("b", 80)):
+        (tmp_path / name).mkdir()
+        folders.append(write(tmp_path / name, [[call("cudaLaunchKernel", 0, 4, 1), kernel("gemm", 6, dur, 1)]]))
+    text = " ".join(run(diff, str(folders[0]), str(folders[1])).stdout.split())
+
+    assert "0.056 ms → 0.086 ms, +0.030 ms, to which the lines on the critical path sum." in text
+
+
+def test_a_step_that_gets_longer_is_explained(shared_data: Path) -> None:
+    """Without rank 1's delay steps 11 and 12 end earlier, then rank 2 sets the pace: step 13 is longer, the window shorter."""
+    folder = shared_data / "traces" / "nanogpt8_h100"
+    answer = json.loads(run(whatif, str(folder), "--set", "rank1.delay=none", "--no-trace", "--json").stdout)
+    last = answer["steps"][-1]
+
+    assert last["after_ns"] > last["before_ns"]
+    assert answer["change_ns"] < 0
+    assert any(
+        note.startswith("Step 13 gets longer") and "rank 2 sets the pace now" in note for note in answer["notes"]
+    )
 
 
 def test_diff_table(capture: Path) -> None:

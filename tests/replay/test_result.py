@@ -99,13 +99,16 @@ def test_frame_has_a_row_a_step(tmp_path: Path) -> None:
 
 
 def test_difference_is_explained_by_the_path(tmp_path: Path) -> None:
-    """The late run differs by the gemm, and the lines sum to the difference."""
+    """The late run differs by the gemm; the lines sum to the difference of the windows, steps are those of `replay`."""
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()
-    found = diff(_result(folders[0]), _result(folders[1], 50))
+    runs = [_result(folders[0]), _result(folders[1], 50)]
+    found = diff(*runs)
 
-    assert found.delta_ns == pytest.approx(sum(c.delta_ns for c in found.path))
+    assert [found.a_ns, found.b_ns] == [run.step_time_ns()["measured"] for run in runs]
+    assert [found.a_window_ns, found.b_window_ns] == [run.path.length_ns for run in runs]
+    assert found.window_delta_ns == pytest.approx(sum(c.delta_ns for c in found.path))
     assert ("gemm", "compute") == (found.path[0].what, found.path[0].kind)
     assert {"path", "parts", "operations", "collectives"} == set(found.to_frame()["table"])
 
@@ -115,6 +118,8 @@ def test_runs_of_one_job_share_their_operations() -> None:
     found = Diff(
         a_ns=20,
         b_ns=20,
+        a_window_ns=20,
+        b_window_ns=20,
         path=[],
         parts=[],
         operations=[Change("gemm", "kernel", 10, 20), Change("norm", "kernel", 10, 0)],

@@ -58,11 +58,76 @@ def printed(*parts: RenderableType, width: int = 80) -> str:
 def test_headline_names_length_error_path_and_straggler() -> None:
     """The first sentence answers how long, how close, what sets it and who is late."""
     expected = (
-        "1 step of 31.2 ms on average; replayed within 0.21 %; the critical path is 60.0 % compute; "
+        "1 step of 31.2 ms; replayed within 0.21 %; the critical path is 60.0 % compute; "
         "rank 3 kept each of the others waiting 52 ms a step."
     )
 
     assert expected == terminal.replay_headline(REPLAY)
+
+
+def test_headline_and_rows_are_both_true() -> None:
+    """Several steps are told from one to the next, one step on a rank and over all; a line says what a row is."""
+    rows = [{"step": n, "measured_ns": ns, "replayed_ns": ns, "error": 0.0} for n, ns in ((1, 75), (2, 45), (3, 43))]
+    several = {"steps": rows, "step_time_ns": {"measured": 44}}
+    one = {"steps": rows[:1], "step_time_ns": {"measured": 60}}
+    window = {"steps": [{**rows[0], "step": -1}], "step_time_ns": {"measured": 75}}
+
+    assert "3 steps, 44 ns from one to the next." == terminal.replay_headline(several)
+    assert "1 step of 60 ns on a rank (75 ns over all ranks)." == terminal.replay_headline(one)
+    assert "No step is marked, the window takes 75 ns." == terminal.replay_headline(window)
+    assert "A row runs from the end of the step before" in printed(*terminal.replay_tables(several))
+
+
+def _late(rank: int, waited: int, shorter: int, **more: object) -> dict[str, object]:
+    each = {"caused_wait_ns": waited * 2, "each_waited_ns": waited, "cause": "", "ends_last": False, "then_rank": None}
+    return {"rank": rank, "shorter_by_ns": shorter, **each, **more}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "expected"),
+    [
+        ([_late(1, 5, 10), _late(0, 7, 0)], 2, "No rank stands out."),
+        (
+            [_late(1, 80, 4, cause="launches later", then_rank=2), _late(2, 0, 0)],
+            2,
+            (
+                "Rank 1 launches later, each of the others waits 80 ns a step for it; at its peers' pace the job would gain "
+                "only 2 ns a step, as rank 2 is nearly as late."
+            ),
+        ),
+        (
+            [_late(3, 80, 100, cause="computes longer", then_rank=0), _late(2, 0, 0)],
+            2,
+            (
+                "Rank 3 computes longer, each of the others waits 80 ns a step for it; at its peers' pace the job would gain "
+                "50 ns a step."
+            ),
+        ),
+        (
+            [_late(2, 0, 100, ends_last=True), _late(3, 80, 40, cause="computes longer")],
+            1,
+            (
+                "Rank 3 computes longer, each of the others waits 80 ns a step for it; rank 2 costs most, 100 ns a step: "
+                "nobody waits for it, but its work behind the last collective ends the window; one step says little about "
+                "which rank is slow."
+            ),
+        ),
+        (
+            [_late(2, 0, 100), _late(3, 5, 4)],
+            2,
+            "Rank 2 costs 50 ns a step: nobody waits for it in a collective, but work that follows from its own does.",
+        ),
+    ],
+)
+def test_headline_tells_who_was_waited_for_from_who_costs(
+    ranks: list[dict[str, object]], steps: int, expected: str
+) -> None:
+    """No rank is named for which nobody waited without the reason why it costs time."""
+    rows = [{"step": n, "measured_ns": 500, "replayed_ns": 500, "error": 0.0} for n in range(steps)]
+    doc = {"steps": rows, "stragglers": ranks, "critical_path": {"length_ns": 1000}}
+    said = terminal.replay_headline(doc).split("; ", 1)[1]
+
+    assert expected == said[0].upper() + said[1:]
 
 
 def test_replay_prints_every_part_within_80_columns() -> None:

@@ -105,19 +105,30 @@ def exposed_axis_bars(doc: Document) -> Plot | None:
 
 
 def stragglers(doc: Document) -> Plot | None:
-    """How much waiting each rank caused."""
-    late = [(str(s.get("rank")), num(s.get("caused_wait_ns")) or 0.0) for s in rows(doc.get("stragglers"))]
+    """How much waiting each rank caused a step; the table has what its peers' pace would save, also where nobody waited."""
+    steps = max(sum(1 for s in rows(doc.get("steps")) if num(s.get("measured_ns"))), 1)
+    found = rows(doc.get("stragglers"))
+    late = [(str(s.get("rank")), terminal.waited_ns(s, steps)) for s in found]
     late = sorted((item for item in late if item[1] > 0), key=lambda item: -item[1])
     if not late:
         return None
+    step = " a step" if rows(doc.get("steps")) else ""
+    raw: list[list[Cell]] = []
+    shown: list[list[object]] = []
+    for item in sorted(found, key=lambda s: -(num(s.get("shorter_by_ns")) or 0)):
+        wait, saved = terminal.waited_ns(item, steps), num(item.get("shorter_by_ns"))
+        if wait or saved:
+            gain = None if saved is None else saved / steps
+            about = [units.clean(item.get("rank"), 8), units.clean(item.get("cause") or units.MISSING, 40)]
+            raw.append([about[0], wait, gain, about[1]])
+            shown.append([about[0], units.duration(wait), units.duration(gain), about[1]])
+    heads = ["rank", f"each other waits{step}", f"gain at its peers' pace{step}", "verdict"]
     bars = [
-        (units.shorten(rank, 8), [(4, wait, f"each of the others waited {units.duration(wait)} for rank {rank}")])
+        (units.shorten(rank, 8), [(4, wait, f"each of the others waits {units.duration(wait)}{step} for rank {rank}")])
         for rank, wait in late[:MOST_BARS]
     ]
-    drawing = stacked_bars(bars, {}, "rank", "how long each of the others waited for it", units.duration)
-    return Plot(
-        "stragglers", "Who made others wait", drawing, Table(["rank", "caused_wait_ns"], [list(item) for item in late])
-    )
+    drawing = stacked_bars(bars, {}, "rank", f"how long each of the others waits for it{step}", units.duration)
+    return Plot("stragglers", "Who made others wait", drawing, Table(heads, raw, shown))
 
 
 _Piece = tuple[float, float, Mapping[str, Any]]

@@ -70,6 +70,24 @@ def test_every_answer_becomes_a_section_with_its_plots(tmp_path: Path) -> None:
     assert (page.sections, page.plots) == (3, 9)
 
 
+def test_times_of_a_replay_are_durations_a_step(tmp_path: Path) -> None:
+    """A group of times carries its unit to its values, and waits are a step's, also for a rank nobody waited for."""
+    answer = replay_answer() | {"step_time_ns": {"measured": 44_029_664, "replayed": 44_031_000}}
+    answer["steps"] = [{**answer["steps"][0], "step": n} for n in range(4)]
+    late = {"rank": 1, "caused_wait_ns": 32_000_000, "each_waited_ns": 8_000_000, "shorter_by_ns": 4_000_000}
+    answer["stragglers"] = [
+        {**late, "cause": "launches later"},
+        {"rank": 0, "caused_wait_ns": 0, "shorter_by_ns": 8000},
+    ]
+    text = write_report(tmp_path / "r.html", [answer]).path.read_text(encoding="utf-8")
+
+    assert "measured 44.0 ms, replayed 44.0 ms" in text
+    assert "44,029,664" not in text
+    assert "each of the others waits 8 ms a step for rank 1" in text
+    assert "32 ms" not in text
+    assert "2 µs" in text
+
+
 def test_the_page_loads_and_runs_nothing(tmp_path: Path) -> None:
     """No script, no event handler, no address but data and anchors, and a policy that forbids the rest."""
     page = read(write_report(tmp_path / "r.html", [replay_answer(), curve_answer()]).path)

@@ -153,7 +153,9 @@ def _facts(doc: Document) -> Html:
         if key in _FRAME or key in _drawn(doc) or key == "headline":
             continue
         if isinstance(value, Mapping) and not any(isinstance(v, Mapping) or rows(v) for v in value.values()):
-            text = ", ".join(f"{units.clean(k, 60)} {_nested(str(k), v)}" for k, v in list(value.items())[:40])
+            text = ", ".join(
+                f"{units.clean(k, 60)} {_nested(unit_key(str(key), str(k)), v)}" for k, v in list(value.items())[:40]
+            )
         elif isinstance(value, list) and not rows(value):
             text = ", ".join(shown_value(str(key), v) for v in value[:40])
         elif isinstance(value, Mapping | list):
@@ -161,8 +163,13 @@ def _facts(doc: Document) -> Html:
         else:
             text = shown_value(str(key), value)
         if text:
-            found += [tag("dt", str(key).replace("_", " ")), tag("dd", text)]
+            found += [tag("dt", str(key).removesuffix("_ns").replace("_", " ")), tag("dd", text)]
     return tag("dl", *found) if found else Html("")
+
+
+def unit_key(group: str, key: str) -> str:
+    """The key whose suffix says the unit: that of the value, or of the group of values that it is in."""
+    return group if group.endswith(("_ns", "_s", "_bytes", "_Bps")) and "_" not in key else key
 
 
 def _nested(key: str, value: Any) -> str:

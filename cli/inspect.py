@@ -365,7 +365,7 @@ def _transfer(row: dict[str, Any]) -> str:
 
 def _rank_table(answer: dict[str, Any]) -> Table:
     table = _table(
-        ("rank", True), ("each other waits", True), ("waits itself", True), ("computes", True), ("verdict", False)
+        ("rank", True), ("others wait (mean)", True), ("waits itself", True), ("computes", True), ("verdict", False)
     )
     shares = answer["stragglers"]
     each = "/step" if answer["steps"] else ""

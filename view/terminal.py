@@ -143,7 +143,7 @@ def _awaited_phrase(item: Document, steps: int, step: str, length: float) -> str
     """The rank for which the others waited, why, and what its peers' pace would save."""
     words = f"rank {item['rank']} {units.clean(item['cause'], 40)}"
     if wait := waited_ns(item, steps):
-        words += f", each of the others waits {units.duration(wait)}{step} for it"
+        words += f", the others wait {units.duration(wait)}{step} for it on average"
     saved = item.get("shorter_by_ns") or 0
     gain = units.duration(saved / steps) if saved > 0 else "nothing"
     if not length:
@@ -159,7 +159,7 @@ def _saving_phrase(item: Document, steps: int, step: str, another: bool) -> str:
     """The rank whose peers' pace would save most although another one, or none, was waited for, with the reason."""
     saved = units.duration(item["shorter_by_ns"] / steps)
     if wait := waited_ns(item, steps):
-        why = f"each of the others waits {units.duration(wait)}{step} for it"
+        why = f"the others wait {units.duration(wait)}{step} for it on average"
     elif item.get("ends_last"):
         why = "nobody waits for it, but its work behind the last collective ends the window"
     else:
@@ -270,7 +270,7 @@ def collectives_table(doc: Document) -> RenderableType:
 def stragglers_table(doc: Document) -> RenderableType:
     """For each late rank how long each of the others waited for it, and what its peers' pace would save, per step."""
     steps = max(len([s for s in doc.get("steps") or () if s.get("measured_ns")]), 1)
-    table = _table("rank", "each other waits", "at its peers' pace", "verdict", text_columns=0)
+    table = _table("rank", "others wait (mean)", "at its peers' pace", "verdict", text_columns=0)
     table.columns[-1].justify = "left"
     rows = [s for s in doc.get("stragglers") or () if s.get("caused_wait_ns") or s.get("shorter_by_ns")]
     for item in sorted(rows, key=lambda s: (-(s.get("shorter_by_ns") or 0), -(s.get("caused_wait_ns") or 0)))[:8]:

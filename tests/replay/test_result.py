@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaletrace.cli import inspect as cli_inspect
+from scaletrace.parse.load import load
 from scaletrace.replay.diff import Change, Diff, diff
 from scaletrace.replay.result import ReplayResult, replay_job
 from tests.parse.traces import call, job_of, kernel, op
@@ -111,6 +112,16 @@ def test_difference_is_explained_by_the_path(tmp_path: Path) -> None:
     assert found.window_delta_ns == pytest.approx(sum(c.delta_ns for c in found.path))
     assert ("gemm", "compute") == (found.path[0].what, found.path[0].kind)
     assert {"path", "parts", "operations", "collectives"} == set(found.to_frame()["table"])
+
+
+def test_a_rank_nobody_waits_for_may_cost_most(shared_data: Path) -> None:
+    """Others wait for rank 3, rank 2 ends the window with its own optimizer; without either the other one leads."""
+    two, three, *_ = replay_job(load(shared_data / "gloo" / "fsdp2_w4")).stragglers
+
+    assert (2, 0, "", True, 3) == (two.rank, two.each_waited_ns, two.cause, two.ends_last, two.then_rank)
+    assert (3, "computes longer", False, 2) == (three.rank, three.cause, three.ends_last, three.then_rank)
+    assert two.shorter_by_ns > three.shorter_by_ns > 0
+    assert three.each_waited_ns == three.caused_wait_ns > 0
 
 
 def test_runs_of_one_job_share_their_operations() -> None:

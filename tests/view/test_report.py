@@ -82,8 +82,9 @@ def test_times_of_a_replay_are_durations_a_step(tmp_path: Path) -> None:
     text = write_report(tmp_path / "r.html", [answer]).path.read_text(encoding="utf-8")
 
     assert "measured 44.0 ms, replayed 44.0 ms" in text
+    assert "A row runs from the end of the step before" in text
     assert "44,029,664" not in text
-    assert "each of the others waits 8 ms a step for rank 1" in text
+    assert "the others wait 8 ms a step for rank 1 on average" in text
     assert "32 ms" not in text
     assert "2 µs" in text
 

@@ -91,7 +91,7 @@ def _late(rank: int, waited: int, shorter: int, **more: object) -> dict[str, obj
             [_late(1, 80, 4, cause="launches later", then_rank=2), _late(2, 0, 0)],
             2,
             (
-                "Rank 1 launches later, each of the others waits 80 ns a step for it; at its peers' pace the job would gain "
+                "Rank 1 launches later, the others wait 80 ns a step for it on average; at its peers' pace the job would gain "
                 "only 2 ns a step, as rank 2 is nearly as late."
             ),
         ),
@@ -99,7 +99,7 @@ def _late(rank: int, waited: int, shorter: int, **more: object) -> dict[str, obj
             [_late(3, 80, 100, cause="computes longer", then_rank=0), _late(2, 0, 0)],
             2,
             (
-                "Rank 3 computes longer, each of the others waits 80 ns a step for it; at its peers' pace the job would gain "
+                "Rank 3 computes longer, the others wait 80 ns a step for it on average; at its peers' pace the job would gain "
                 "50 ns a step."
             ),
         ),
@@ -107,7 +107,7 @@ def _late(rank: int, waited: int, shorter: int, **more: object) -> dict[str, obj
             [_late(2, 0, 100, ends_last=True), _late(3, 80, 40, cause="computes longer")],
             1,
             (
-                "Rank 3 computes longer, each of the others waits 80 ns a step for it; rank 2 costs most, 100 ns a step: "
+                "Rank 3 computes longer, the others wait 80 ns a step for it on average; rank 2 costs most, 100 ns a step: "
                 "nobody waits for it, but its work behind the last collective ends the window; one step says little about "
                 "which rank is slow."
             ),

@@ -122,12 +122,15 @@ def stragglers(doc: Document) -> Plot | None:
             about = [units.clean(item.get("rank"), 8), units.clean(item.get("cause") or units.MISSING, 40)]
             raw.append([about[0], wait, gain, about[1]])
             shown.append([about[0], units.duration(wait), units.duration(gain), about[1]])
-    heads = ["rank", f"each other waits{step}", f"gain at its peers' pace{step}", "verdict"]
+    heads = ["rank", f"others wait{step} (mean)", f"gain at its peers' pace{step}", "verdict"]
     bars = [
-        (units.shorten(rank, 8), [(4, wait, f"each of the others waits {units.duration(wait)}{step} for rank {rank}")])
+        (
+            units.shorten(rank, 8),
+            [(4, wait, f"the others wait {units.duration(wait)}{step} for rank {rank} on average")],
+        )
         for rank, wait in late[:MOST_BARS]
     ]
-    drawing = stacked_bars(bars, {}, "rank", f"how long each of the others waits for it{step}", units.duration)
+    drawing = stacked_bars(bars, {}, "rank", f"how long the others wait for it{step}, on average", units.duration)
     return Plot("stragglers", "Who made others wait", drawing, Table(heads, raw, shown))
 
 

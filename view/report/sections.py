@@ -122,7 +122,9 @@ def _steps(doc: Document) -> Html:
     raw: list[list[Cell]] = [[_plain(step.get(c)) for c in columns] for step in steps]
     shown = [[row[i] if c == "step" else shown_value(c, row[i]) for i, c in enumerate(columns)] for row in raw]
     heads = [c.removesuffix("_ns").replace("_", " ") for c in columns]
-    return join(Table(heads, raw, shown).to_html("Steps"), csv_link(Table(columns, raw), "steps.csv"))
+    told = schema_of(doc) == "replay" and len(steps) > 1
+    about = [tag("p", terminal.STEP_ROWS, class_="soft")] if told else []
+    return join(Table(heads, raw, shown).to_html("Steps"), *about, csv_link(Table(columns, raw), "steps.csv"))
 
 
 def _plain(value: Any) -> Cell:

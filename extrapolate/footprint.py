@@ -14,13 +14,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scaletrace.errors import InputError, UsageError
-from scaletrace.extrapolate.anatomy import Anatomy
+from scaletrace.extrapolate.anatomy import Anatomy, outlined, stages_in
 from scaletrace.extrapolate.described.models import Model
+from scaletrace.extrapolate.held import held_micro_batches, schedule_of
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
-from scaletrace.extrapolate.memory import StateBytes, layer_activation_bytes, measured_peak_bytes, peak_memory
+from scaletrace.extrapolate.memory import (
+    StateBytes,
+    layer_activation_bytes,
+    measured_peak_bytes,
+    peak_memory,
+    rank_parameters,
+)
 from scaletrace.extrapolate.rewrite.data import ELEMENT_BYTES
 from scaletrace.extrapolate.traced_memory import fused_attention
-from scaletrace.extrapolate.workload import infer_model
+from scaletrace.extrapolate.workload import read_model
 from scaletrace.parse.build import Built
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
@@ -107,28 +114,63 @@ def footprint_of(built: Built, graph: Graph, anatomy: Anatomy, layout: Layout, h
     on_device = any(lane.is_device for lane in graph.lanes) and bool(graph.nodes(NodeKind.KERNEL).any())
     peaks = [peak for trace in built.job.ranks for peak in measured_peak_bytes(trace.events).values()]
     gradient_bytes, element = gradients_of(graph, anatomy)
+    parameters = gradient_bytes / element if element else 0.0
     model, size, missing = None, 0.0, ""
     measured = layout
     try:
-        model, measured, size = infer_model(built, anatomy, layout)
+        found = read_model(built, layout, anatomy)
+        model, measured, size, missing = found.model, found.layout, found.element_bytes, found.doubt
     except InputError as error:
         missing = str(error)
-    if not measured.microbatches:
-        measured = replace(measured, microbatches=max(1, anatomy.micro_batches))
+    measured = with_schedule(built.job, measured, anatomy.micro_batches)
     if not on_device:
         return Footprint(measured, StateBytes(), on_device=False)
-    weight = element or size or 2.0
-    moments = _moments(built.job)
-    master = 4.0 if weight < 4.0 and model is not None else 0.0
+    states = states_of(built.job, element, size)
     health.guessed["optimizer states taken to be fp32, as many as the optimizer's name says"] += 1
-    states = StateBytes(weight, element or weight, 4.0 * moments + master, size or weight, fused_attention(built.job))
+    if model is not None:
+        model = with_ends(model, measured, parameters or (gradient_bytes / size if size else 0.0), health)
     return Footprint(
         measured,
         states,
-        gradient_bytes / element if element else 0.0,
-        model,
+        parameters,
+        None if missing else model,
         float(max(peaks, default=0)),
         missing,
+    )
+
+
+def states_of(job: Job, gradient_bytes: int, compute_bytes: float) -> StateBytes:
+    """Bytes an element of what a measured job keeps.
+
+    gradient_bytes  of an element as gradients are reduced, 0 = not seen
+    compute_bytes   of an element of the layers' products, 0 = not seen
+    """
+    weight = compute_bytes or gradient_bytes or 2.0
+    master = 4.0 if weight < 4.0 and compute_bytes else 0.0
+    optimizer = 4.0 * _moments(job) + master
+    return StateBytes(weight, gradient_bytes or weight, optimizer, compute_bytes or weight, fused_attention(job))
+
+
+def with_schedule(job: Job, layout: Layout, micro_batches: int) -> Layout:
+    """The layout with the micro batches of a step and, of a pipeline, the schedule whose stages hold as many as were seen."""
+    count = layout.microbatches or max(1, micro_batches)
+    if layout.pp == 1 or layout.schedule or layout.chunks > 1:
+        return replace(layout, microbatches=count)
+    sections, _ = outlined(job, stages_in(job, layout))
+    held: dict[int, float] = {}
+    for rank, stage in stages_in(job, layout).items():
+        held[stage] = max(held.get(stage, 0.0), held_micro_batches(sections[rank]))
+    return replace(layout, microbatches=count, schedule=schedule_of(held, layout.pp, count))
+
+
+def with_ends(model: Model, layout: Layout, parameters: float, health: Health) -> Model:
+    """The model with embedding and head as one where the gradients of a rank (`parameters`, 0 = not seen) say so."""
+    if not parameters or layout.pp > 1:
+        health.guessed["embedding and head taken to have weights of their own"] += 1
+        return model
+    return min(
+        (model, replace(model, tied=True)),
+        key=lambda one: abs(rank_parameters(one, replace(layout, fsdp=1)) - parameters),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from scaletrace.extrapolate.held import held_micro_batches
 from scaletrace.extrapolate.kernels import Work, classify, element_bytes
 from scaletrace.extrapolate.layers import steps_of
 from scaletrace.extrapolate.memory import measured_peak_bytes
@@ -48,6 +49,7 @@ class Traced:
     states: gradients and what the optimizer keeps; passing: gradients of one operator's input and output
     on_device: the measured total is a device's and holds all of these; a host's counts what the window allocates, which
     is activations and what passes
+    held: micro batches whose activations are there at once, which `activations` counts
     """
 
     weights: int
@@ -57,6 +59,7 @@ class Traced:
     measured: int
     optimizer: str
     on_device: bool
+    held: float = 1.0
 
     @property
     def predicted(self) -> int:
@@ -93,7 +96,9 @@ def traced_memory(trace: RankTrace) -> Traced:
     many = 2 if re.search("adam|lamb", optimizer, re.IGNORECASE) else 1
     states = walk.weights * (1 + (many if optimizer else 0))
     # The gradient of one weight passes until it is added to the ones before.
-    return Traced(walk.weights, states, kept, moved + walk.largest * bool(kept), measured, optimizer, device)
+    passing = moved + walk.largest * bool(kept)
+    held = held_micro_batches(sections_of(trace)) if kept else 1.0
+    return Traced(walk.weights, states, round(kept * held), passing, measured, optimizer, device, held)
 
 
 def fused_attention(job: Job) -> bool:

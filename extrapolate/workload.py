@@ -6,7 +6,7 @@ prior, and says so. A part is one layer's forward, or the head's; backward is me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from scaletrace.errors import InputError
 from scaletrace.extrapolate.anatomy import Anatomy, Outline, forward_ops, outlined, stages_in
+from scaletrace.extrapolate.blocks import TOLERANCE, Block, Operator, block_of
 from scaletrace.extrapolate.cluster import Device
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.kernels import Ceilings, Shape, Work, ceilings_seen, seconds, shape_of
@@ -48,6 +49,7 @@ class Workload:
     """A model on a device, anchored in a measurement if there is one.
 
     element_bytes  of activations and weights in compute; `provenance` is "measured" or "modelled"
+    unknown        which of "length", "heads" and "vocabulary" no shape of a capture tells, so that a guess stands there
     """
 
     model: Model
@@ -55,6 +57,7 @@ class Workload:
     anchor: Anchor | None = None
     element_bytes: float = 2.0
     health: Health = field(default_factory=Health)
+    unknown: tuple[str, ...] = ()
 
     @property
     def provenance(self) -> str:
@@ -149,7 +152,8 @@ def from_job(built: Built, anatomy: Anatomy, layout: Layout, device: Device | No
     device: of the catalog; without it the ceilings are those that the job's own kernels reached.
     Raises InputError where the trace has no shapes or no layers, naming what to record.
     """
-    model, measured, size = infer_model(built, anatomy, layout)
+    read = read_model(built, layout, anatomy)
+    model, measured, size, unknown = read.model, read.layout, read.element_bytes, read.unknown
     if device is not None:
         ceilings = Ceilings.of(device, size)
     else:
@@ -157,54 +161,100 @@ def from_job(built: Built, anatomy: Anatomy, layout: Layout, device: Device | No
     anchor = _anchor(built, anatomy, measured)
     health = Health()
     health.add(anatomy.health)
+    heads = "unknown heads" if "heads" in unknown else f"{model.heads} heads"
+    vocabulary = "unknown vocabulary" if "vocabulary" in unknown else f"vocabulary {model.vocab}"
     health.note(
         f"Model read from shapes: {model.layers} layers of width {model.hidden}, MLP {model.mlp_width}, "
-        f"{model.heads} heads, vocabulary {model.vocab}."
+        f"{heads}, {vocabulary}."
     )
-    return Workload(model, ceilings, anchor, size, health)
+    if "length" in unknown:
+        health.note(
+            "No shape of attention tells the length of a sample; the tokens of a micro batch count as one sample."
+        )
+    return Workload(model, ceilings, anchor, size, health, unknown)
 
 
 def infer_model(built: Built, anatomy: Anatomy, layout: Layout) -> tuple[Model, Layout, float]:
-    """(model, layout with micro batch and length, bytes an element) from the operators' dimensions of a job."""
+    """(model, layout with micro batch and length, bytes an element) from the operators' dimensions of a job.
+
+    The model is the whole one: the layers of all stages, and what one tensor rank holds times the tensor ranks.
+    Raises InputError where there are no layers or no shapes, naming what to record.
+    """
+    found = read_model(built, layout, anatomy)
+    return found.model, found.layout, found.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A model as a job's shapes tell it. `layout`: with micro batch, micro batches and length.
+
+    doubt: why the weights of its layers are not those that the job's products read, "" where they are
+    unknown: as in Workload
+    """
+
+    model: Model
+    layout: Layout
+    element_bytes: float
+    doubt: str = ""
+    unknown: tuple[str, ...] = ()
+
+
+def read_model(built: Built, layout: Layout, anatomy: Anatomy) -> Reading:
+    """The model of a job, and whether it accounts for the weights that the job's products read.
+
+    Raises InputError where there are no layers or no shapes, naming what to record.
+    """
     if not anatomy.layers:
         raise InputError(f"no layers were found: {anatomy.why}; or name a model instead of a trace")
-    sections, outline = outlined(built.job, stages_in(built.job, layout))
-    shapes = {unit: _unit_shapes(built, unit, sections, outline) for unit in range(len(anatomy.units))}
-    layers = [unit for unit, is_layer in enumerate(anatomy.is_layer) if is_layer]
-    products = [s for s in shapes[layers[0]] if s.work is Work.MATMUL and s.batch == 1]
-    if not products:
+    stages = stages_in(built.job, layout)
+    sections, outline = outlined(built.job, stages)
+    operators = [_unit_operators(built, unit, sections, outline) for unit in range(len(outline.names))]
+    layers = [unit for unit, is_layer in enumerate(outline.is_layer) if is_layer]
+    blocks = [block_of(operators[unit], layout.tp, layout.ep) for unit in layers]
+    block = blocks[0]
+    if block is None:
         raise InputError("the layers' matrix products have no recorded shapes; record with record_shapes=True")
-    hidden = int(min(max(s.columns for s in products), products[0].depth))
-    tokens = products[0].rows
-    attention = next((s for s in shapes[layers[0]] if s.work is Work.ATTENTION), None)
-    widths = [max(s.columns, s.depth) for s in products if max(s.columns, s.depth) != hidden]
-    downs = [s for s in products if s.depth != hidden and s.columns == hidden]
-    width = int(downs[-1].depth if downs else max(widths, default=4 * hidden)) * layout.tp
-    ups = [s for s in products if s.depth == hidden and s.columns * layout.tp == width]
-    seq = int(attention.rows) if attention else int(tokens)
-    samples = max(1, int(tokens // seq))
-    heads = int(attention.batch / samples) * layout.tp if attention else max(1, hidden // 64)
-    heads = heads if heads and hidden % heads == 0 else 1
-    vocab = _vocabulary(shapes, anatomy, hidden) or hidden
+    here = max(1, len(set(stages.values())))
+    depth = round(len(layers) * layout.pp / here)
+    family = "moe" if block.experts > 1 else "llama" if block.is_gated else "gpt"
+    ends = [one for unit, is_layer in enumerate(outline.is_layer) if not is_layer for one in operators[unit]]
+    heads = block.heads or max(1, block.hidden // 64)
+    heads = heads if block.hidden % heads == 0 else 1
+    seq, samples = (block.seq, block.samples) if block.seq else (block.tokens, 1)
+    vocab = _vocabulary(ends, block.hidden) * layout.tp
+    known = {"length": block.seq, "heads": block.heads, "vocabulary": vocab}
     model = Model(
-        "measured", "llama" if len(ups) > 1 else "gpt", anatomy.layers, hidden, heads, width, 0, vocab, seq, False
-    )
+        "measured", family, depth, block.hidden, heads, block.width, block.key_heads, vocab or block.hidden, seq * layout.cp, False, block.experts,
+        block.experts_per_token,
+    )  # fmt: skip
     measured = Layout(
         **{axis: getattr(layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
-        mbs=samples, microbatches=anatomy.micro_batches, seq=seq,
+        mbs=samples, microbatches=anatomy.micro_batches, seq=seq * layout.cp,
     )  # fmt: skip
-    return model, measured, products[0].element_bytes
+    doubt = _doubt(model, [one for one in blocks if one is not None])
+    return Reading(model, measured, block.element_bytes, doubt, tuple(name for name, told in known.items() if not told))
 
 
-def _vocabulary(shapes: dict[int, list[Shape]], anatomy: Anatomy, hidden: int) -> int:
-    """Columns of the head's product, 0 where there is none."""
-    ends = [unit for unit, is_layer in enumerate(anatomy.is_layer) if not is_layer]
-    found = [int(s.columns) for unit in ends for s in shapes[unit] if s.work is Work.MATMUL and s.depth == hidden]
+def _doubt(model: Model, blocks: Sequence[Block]) -> str:
+    """Why the model's layers are not the measured ones: their weights, in all, are others."""
+    read = sum(block.weights for block in blocks) / len(blocks)
+    told = model.attention_parameters + model.experts * model.expert_parameters
+    if abs(told / read - 1) <= TOLERANCE:
+        return ""
+    return (
+        f"the products of a layer read {read:,.0f} weights, and the family that fits best ({model.family}) has "
+        f"{told:,.0f}; name the model instead of the trace"
+    )
+
+
+def _vocabulary(ends: Sequence[Operator], hidden: int) -> int:
+    """Columns of the head's product on one rank; where no head is, 0."""
+    found = [int(one.shape.columns) for one in ends if one.is_product and one.shape.depth == hidden]
     return found[-1] if found else 0
 
 
-def _unit_shapes(built: Built, unit: int, found: Mapping[int, Sections], outline: Outline) -> list[Shape]:
-    """Shapes of the forward operators of one unit in the first micro batch of the first rank that runs it."""
+def _unit_operators(built: Built, unit: int, found: Mapping[int, Sections], outline: Outline) -> list[Operator]:
+    """Forward operators of one unit in the first micro batch of the first rank that runs it."""
     for trace in built.job.ranks:
         sections, shift = found[trace.rank], outline.shift[trace.rank]
         if unit not in shift:
@@ -217,12 +267,13 @@ def _unit_shapes(built: Built, unit: int, found: Mapping[int, Sections], outline
         out = []
         reach = -1
         for row in rows[mine].tolist():
-            shape = shape_of(events.name_of(row), events.text("Input Dims", row), events.text("Input type", row))
+            name = events.name_of(row)
+            shape = shape_of(name, events.text("Input Dims", row), events.text("Input type", row))
             if shape is None or int(events.ts_ns[row]) < reach:
                 continue
             if shape.work in (Work.MATMUL, Work.ATTENTION):
                 reach = int(events.end_ns[row])
-            out.append(shape)
+            out.append(Operator(name.rpartition("::")[2], shape))
         if out:
             return out
     return []

@@ -179,15 +179,32 @@ def _what_ifs(cases: dict[str, tuple[Machine, Training]]) -> list[dict[str, Any]
     ]
 
 
+_DEGREES = (
+    "Degrees are those of a continuous model, so pp=1.3 lies between one stage and two; a job takes the whole numbers near "
+    "them. Tensor parallelism cuts each layer's matrices both ways: over the hidden (feed-forward) width × over the "
+    "residual (model) width."
+)
+
+
 def _show(answer: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("training FLOP", "utilization", "devices", "pp", "dp", "tp hidden × residual", "micro batches")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in (
+        "training\nFLOP",
+        "\nutilization",
+        "\ndevices",
+        "\npp",
+        "\ndp",
+        "tp hidden ×\nresidual",
+        "micro\nbatches",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
     for point in answer["curve"]:
         cut = point["layout"]
         table.add_row(
             f"{point['flop']:.1e}",
-            f"{point['utilization']:.1%}" if point["utilization"] else "not in time",
+            f"{100 * point['utilization']:.1f} %" if point["utilization"] else "not in time",
             f"{cut['devices']:.2g}",
             f"{cut['pp']:.1f}",
             f"{cut['dp']:.0f}",
@@ -195,6 +212,7 @@ def _show(answer: dict[str, Any]) -> None:
             f"{cut['microbatches']:.0f}",
         )
     out.print(table)
+    out.print(_DEGREES, style="bright_black")
     out.print(
         f"{answer['device']}: linear until {_flop(answer['linear_until_flop'])}, wall at {_flop(answer['wall_flop'])}"
     )

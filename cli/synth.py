@@ -29,7 +29,9 @@ _COUNTS = typer.Option(
 )
 _SLOWER = typer.Option(help="How much slower kernels run beside a collective (0.5, 0: not); default: the device's.")
 _PRICE = typer.Option(help="Money per GPU-hour, or a YAML table of it by device, for the cost of tokens.")
-_FAULT = typer.Option(help="Damage: KIND[:RANK[:AMOUNT]], as in clock:1:2000000; repeatable. All: traces/README.md.")
+_FAULT = typer.Option(
+    help="Damage: KIND[:RANK[:AMOUNT]], as in clock:1:2ms or slow:3:1.3; times without a unit are ns; repeatable."
+)
 
 
 def synth(
@@ -85,7 +87,11 @@ def synth(
         step_s = timing.step_ns(steps - 1) / 1e9
         answer = _answer(described, job, scale, step_s, flop, target_s)
         answer |= bill(described, timing, steps - 1, answer["tokens_per_s_per_gpu"], prices)
-        answer |= {"mfu_counts": mfu_counts, "files": [str(path) for path in written]}
+        answer |= {
+            "mfu_counts": mfu_counts,
+            "files": [str(path) for path in written],
+            "faults": [str(each) for each in faults],
+        }
         answer["overlap_slowdown"] = apart.beside(described)
         health = _health(described, target_s, faults)
         if json_:
@@ -102,7 +108,7 @@ def _check(steps: int, step_time: float | None, overlap_slowdown: float | None) 
 
 def _show(answer: dict[str, Any], health: dict[str, Any], described: Described, output: Path) -> None:
     out.print(
-        f"{len(answer['files'])} files in {output}: {described.model.name}, {described.layout}, "
+        f"{len(answer['files'])} file{'s' * (len(answer['files']) != 1)} in {output}: {described.model.name}, {described.layout}, "
         f"world {answer['world_size']}, step {answer['step_time_s']:.4f} s, "
         f"{answer['tokens_per_s_per_gpu']:.0f} tokens/s a GPU, MFU {answer['mfu']:.1%}"
     )
@@ -112,6 +118,8 @@ def _show(answer: dict[str, Any], health: dict[str, Any], described: Described, 
         out.print(
             f"modelled power {answer['power_W_per_gpu']:.0f} W a GPU, {answer['tokens_per_J']:.3g} tokens a joule{cost}"
         )
+    for fault in answer["faults"]:
+        out.print(f"injected: {fault}", markup=False)
     for note in health["notes"]:
         out.print(f"note: {note}")
 

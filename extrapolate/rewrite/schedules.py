@@ -268,7 +268,7 @@ def _check_rounds(name: str, ranks: int, m: int, chunks: int) -> None:
 
 def _check_v(name: str, ranks: int, m: int, chunks: int) -> None:
     if chunks != 2:
-        raise UsageError(f"{name} has two chunks a rank, not {chunks}")
+        raise UsageError(f"{name} has two chunks a rank, not {chunks}; give chunks=2 in the layout")
     if name == "DualPipeV" and m < 2 * ranks:
         raise UsageError(f"{name}: {m} micro batches are fewer than its {2 * ranks} stages")
 

@@ -114,3 +114,12 @@ def test_every_numeric_option_is_among_those_tried() -> None:
     }
 
     assert numeric <= set(NUMBERS)
+
+
+def test_the_table_has_whole_headings_and_says_what_degrees_are() -> None:
+    """No box, no heading that is cut, and a sentence on fractions and on the two ways of tensor parallelism."""
+    code, out, _ = ask("--flop", "1e26")
+
+    assert 0 == code and "┃" not in out and "…" not in out
+    assert {"utilization", "devices", "pp", "dp", "residual", "batches"} <= set(out.split())
+    assert "continuous model" in out and "hidden (feed-forward) width" in " ".join(out.split())

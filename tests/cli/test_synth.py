@@ -399,20 +399,10 @@ def test_only_distinct_ranks_are_written_unless_asked(app: typer.Typer, tiny: Pa
 
 def test_faults_reach_the_files(app: typer.Typer, tiny: Path, tmp_path: Path) -> None:
     """A truncated file is written when asked for."""
-    ask(
-        app,
-        "--model",
-        tiny,
-        "--layout",
-        "fsdp=2",
-        "--ranks",
-        "all",
-        "--out",
-        tmp_path / "run",
-        "--fault",
-        "truncated:1:0.5",
-    )
+    options = ("--model", tiny, "--layout", "fsdp=2", "--ranks", "all", "--out", tmp_path / "run")
+    _, stdout, _ = ask(app, *options, "--fault", "truncated:1:0.5")
 
+    assert "injected: truncated on rank 1: 0.5 share of the file that is kept" in stdout
     assert load(tmp_path / "run", workers=1).health.dropped
 
 

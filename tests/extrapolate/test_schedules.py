@@ -157,7 +157,7 @@ def test_names_are_understood_in_any_case_and_by_nickname() -> None:
         (("Zigzag", 2, 2), "one of GPipe"),
         (("1F1B", 2, 4, 2), "one chunk a rank, not 2"),
         (("Interleaved1F1B", 2, 5, 2), "take a multiple of 2"),
-        (("ZBV", 2, 4, 3), "two chunks a rank, not 3"),
+        (("ZBV", 2, 4, 3), "two chunks a rank, not 3; give chunks=2"),
         (("DualPipeV", 2, 3, 2), "fewer than its 4 stages"),
         (("GPipe", 0, 3), "at least 1"),
     ],

@@ -308,6 +308,31 @@ def test_amounts_that_can_not_be_are_refused(text: str) -> None:
         Fault.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "amount", "said"),
+    [
+        ("delay:3:20ms", 20_000_000, "delay on rank 3: 20 ms of host time before each of its steps"),
+        ("delay:3:20", 20, "delay on rank 3: 20 ns of host time before each of its steps"),
+        ("late-launch::5us", 5_000, "late-launch on every rank: 5 µs that each of its launches takes longer"),
+        ("clock:1:-0.5s", -500_000_000, "clock on rank 1: -500 ms by which its clock is ahead"),
+        ("slow:0:1.3", 1.3, "slow on rank 0: 1.3 factor on the kernel times of the rank"),
+        ("missing:2", 0, "missing on rank 2"),
+    ],
+)
+def test_times_take_units_and_what_is_injected_is_said(text: str, amount: float, said: str) -> None:
+    """A bare number is ns, which the sentence shows."""
+    fault = Fault.parse(text)
+
+    assert (amount, said) == (fault.amount, str(fault))
+
+
+@pytest.mark.parametrize("text", ["delay:0:20kg", "delay:0:ms", "slow:0:2ms"])
+def test_units_that_do_not_fit_are_refused(text: str) -> None:
+    """Only times take a unit, and only one of time."""
+    with pytest.raises(UsageError, match=r"with numbers, as in (delay:0:20ms|slow:0:1\.2)"):
+        Fault.parse(text)
+
+
 @pytest.mark.parametrize("kind", [kind for kind, known in FAULTS.items() if not known.meaning])
 def test_faults_without_an_amount_take_none(kind: str) -> None:
     """A number that would be ignored is refused."""

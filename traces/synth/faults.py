@@ -13,15 +13,34 @@ from scaletrace.errors import UsageError
 from scaletrace.traces.synth.kineto import Event
 from scaletrace.traces.synth.schedule import Condition
 
+_UNITS_NS = (("ns", 1), ("us", 1_000), ("µs", 1_000), ("ms", 1_000_000), ("s", 1_000_000_000))
+"""Units of a time, those that end like another one first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What the number of a fault means, its default, and between which values it makes sense; no meaning: no number."""
+    """What the number of a fault means, its default, and between which values it makes sense; no meaning: no number.
+
+    A meaning that begins with "ns" is a time, which may be written with a unit (20ms).
+    """
 
     meaning: str = ""
     default: float = 0.0
     low: float = 0.0
     high: float = 0.0
+
+    @property
+    def is_time(self) -> bool:
+        return self.meaning.startswith("ns ")
+
+    def read(self, text: str) -> float:
+        """The number in `text`; a time in ns from a number with or without a unit. Raises ValueError for others."""
+        number = text.strip()
+        if self.is_time:
+            for unit, ns in _UNITS_NS:
+                if number.endswith(unit):
+                    return float(number.removesuffix(unit)) * ns
+        return float(number)
 
 
 _HOUR_NS = 3.6e12
@@ -56,6 +75,19 @@ FAULTS = {
 """Every fault and what its number means."""
 
 
+def _time(value_ns: float) -> str:
+    """ns in the largest unit that leaves at least one of it."""
+    for unit, ns in (("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000)):
+        if abs(value_ns) >= ns:
+            return f"{value_ns / ns:g} {unit}"
+    return f"{value_ns:g} ns"
+
+
+def _example(known: Amount) -> str:
+    """An amount as a user may write it."""
+    return _time(known.default).replace(" ", "") if known.is_time else f"{known.default or 1:g}"
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault; `rank` -1 is every rank."""
@@ -73,10 +105,10 @@ class Fault:
             raise UsageError(f"no fault {kind!r}; known: {', '.join(FAULTS)}")
         known = FAULTS[kind]
         try:
-            fault = Fault(kind, int(rank) if rank else -1, float(amount) if amount else known.default)
+            fault = Fault(kind, int(rank) if rank else -1, known.read(amount) if amount else known.default)
         except ValueError as error:
             raise UsageError(
-                f"fault {text!r}: write {kind}:RANK:AMOUNT with numbers, as in {kind}:0:{known.default or 1:g}"
+                f"fault {text!r}: write {kind}:RANK:AMOUNT with numbers, as in {kind}:0:{_example(known)}"
             ) from error
         if amount and not known.meaning:
             raise UsageError(f"fault {text!r}: {kind} takes no amount; write {kind} or {kind}:RANK")
@@ -87,6 +119,16 @@ class Fault:
         if rank and fault.rank < 0:
             raise UsageError(f"fault {text!r}: rank {rank} is not possible; ranks count from 0, none means every rank")
         return fault
+
+    def __str__(self) -> str:
+        """What is injected, for a reader: "delay on rank 3: 20 ms of host time before each of its steps"."""
+        where = "every rank" if self.rank < 0 else f"rank {self.rank}"
+        known = FAULTS[self.kind]
+        if not known.meaning:
+            return f"{self.kind} on {where}"
+        if known.is_time:
+            return f"{self.kind} on {where}: {_time(self.amount)} {known.meaning.removeprefix('ns ')}"
+        return f"{self.kind} on {where}: {self.amount:g} {known.meaning}"
 
     def concerns(self, rank: int) -> bool:
         return self.rank in (-1, rank)

@@ -55,8 +55,8 @@ def curve(doc: Document) -> Plot | None:
     middle = [(at, y(b.p50)) for at, b in zip(places, bands, strict=True) if b.p50 is not None]
     area = [
         (at, y(b.low), y(b.high))
-        for at, b in zip(places, bands, strict=True)
-        if b.low is not None and b.high is not None
+        for at, b, p in zip(places, bands, chosen, strict=True)
+        if b.low is not None and b.high is not None and terminal.band(p) != terminal.UNTOLD
     ]
     ideal = [(at, y(v)) for at, p in zip(places, chosen, strict=True) if (v := num(p.get(_IDEAL))) is not None]
     names = [(0, "step, with its band"), *([(6, "if overlap cost nothing")] if ideal else [])]
@@ -121,12 +121,15 @@ def _points_table(points: Sequence[Mapping[str, Any]]) -> Table:
         ]
         texts: list[Cell] = [units.clean(point.get("dominant") or "", 80), _provenance(point)]
         tokens, memory, power = (num(point.get(k)) for k in ("tokens_per_s_per_gpu", "memory_bytes", "power_W_per_gpu"))
+        untold = terminal.band(point) == terminal.UNTOLD
         head: list[Cell] = [num(point.get("gpus")), terminal.layout_text(point.get("layout"))]
         raw.append([*head, step.p50, step.low, step.high, ideal, tokens, *fractions, memory, power, *texts])
         cells = [
             units.number(num(point.get("gpus"))),
             head[1],
-            *(units.seconds(v) for v in (step.p50, step.low, step.high, ideal)),
+            units.seconds(step.p50),
+            *(terminal.UNTOLD if untold else units.seconds(v) for v in (step.low, step.high)),
+            units.seconds(ideal),
         ]
         cells += [units.number(tokens), *(units.percent(f) for f in fractions), units.size(memory), units.number(power)]
         shown.append([*cells, *texts])

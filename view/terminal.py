@@ -151,8 +151,12 @@ def _awaited_phrase(item: Document, steps: int, step: str, length: float) -> str
     if saved >= _STANDS_OUT * length:
         return f"{words}; at its peers' pace the job would gain {gain}{step}"
     then = item.get("then_rank")
-    why = f", as rank {then} is nearly as late" if units.is_number(then) and then != item["rank"] else ""
-    return f"{words}; at its peers' pace the job would gain only {gain}{step if saved > 0 else ''}{why}"
+    why = ""
+    if units.is_number(then):
+        own = "more than slow work makes it late (a late start, or work the others lack)"
+        why = ", as " + (own if then == item["rank"] else f"rank {then} is nearly as late")
+    only = f"only {gain}{step}" if saved > 0 else gain
+    return f"{words}; at its peers' pace the job would gain {only}{why}"
 
 
 def _saving_phrase(item: Document, steps: int, step: str, another: bool) -> str:

@@ -96,6 +96,14 @@ def _late(rank: int, waited: int, shorter: int, **more: object) -> dict[str, obj
             ),
         ),
         (
+            [_late(7, 80, 0, cause="launches later", then_rank=7), _late(2, 0, 0)],
+            2,
+            (
+                "Rank 7 launches later, the others wait 80 ns a step for it on average; at its peers' pace the job would gain "
+                "nothing, as more than slow work makes it late (a late start, or work the others lack)."
+            ),
+        ),
+        (
             [_late(3, 80, 100, cause="computes longer", then_rank=0), _late(2, 0, 0)],
             2,
             (

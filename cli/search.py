@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +14,22 @@ from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.cluster import Cluster
+    from scaletrace.extrapolate.energy import Prices
     from scaletrace.extrapolate.estimate import Fit
     from scaletrace.extrapolate.layout import Layout
     from scaletrace.extrapolate.memory import StateBytes
+    from scaletrace.extrapolate.rewrite.state import State
+    from scaletrace.extrapolate.search import Found, Space
     from scaletrace.extrapolate.workload import Workload
     from scaletrace.parse.build import Built
+
+_PRICE = typer.Option(
+    help="Money per GPU-hour, for the cost of tokens: a number, or a YAML or JSON table by device (H100 SXM: 2.50)."
+)
+_CONFIRM = typer.Option(
+    help="How many of the best to predict again by rewriting and replaying the capture's graph, beside the measured "
+    "layout; default: 5, of a large capture 3."
+)
 
 
 @reads_captures
@@ -32,21 +44,20 @@ def search(
     memory: Annotated[float, typer.Option(help="GB of one device that may be used; default: 95 % of it.")] = 0.0,
     layout: Annotated[str, typer.Option(help="Layout of the capture, where its groups do not tell.")] = "",
     best: Annotated[int, typer.Option(help="How many to show.")] = 10,
-    confirm: Annotated[
-        int, typer.Option(help="How many of the best to predict again by rewriting and replaying the capture's graph.")
-    ] = 3,
+    confirm: Annotated[int | None, _CONFIRM] = None,
+    price: Annotated[str, _PRICE] = "",
     json_: Annotated[bool, typer.Option("--json", help="One JSON document on stdout, no table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the best layout alone.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")] = False,
 ) -> None:
-    """Find the fastest layouts at a size that fit into memory, and say why the next ones lose.
+    """Find the fastest layouts at a size that fit into memory, and say what the next ones are behind by.
 
     Example: scaletrace search llama3-70b --gpus 4096 --cluster dgx_h100 --batch 2048
     """
     with exit_codes(debug):
-        from scaletrace.extrapolate.estimate import Network
+        from scaletrace.cli.extrapolate import read_prices
+        from scaletrace.extrapolate.confirm import DESCRIBED, ranked
         from scaletrace.extrapolate.search import Space
-        from scaletrace.extrapolate.search import search as find
 
         in_range("--gpus", gpus, 1, 1_000_000)
         in_range("--best", best, 1, 1000)
@@ -54,46 +65,110 @@ def search(
         in_range("--batch", batch, 0, 1e7)
         in_range("--seq", seq, 0, 1e9)
         in_range("--memory", memory, 0, 1e6)
+        prices = read_prices(price) if price else None
         job = _job(path, cluster, layout)
-        work = job.work
-        limit = memory * 1e9 or 0.95 * job.machine.device.memory_bytes
         space = Space(
             gpus,
             batch or max(1, round(job.per_gpu * gpus)),
-            seq or work.model.seq,
-            limit,
+            seq or job.work.model.seq,
+            memory * 1e9 or 0.95 * job.machine.device.memory_bytes,
             micro_batches=job.micro_batches,
         )
-        found = find(
-            work,
-            Network(job.machine),
-            space,
-            best=best,
-            fit=job.fit,
-            states=job.states,
-            memory_factor=job.memory_factor,
-        )
-        parts = found.to_json_parts()
-        _confirm(job, parts, confirm)
-        source = {"cluster": job.machine.name, "model": work.model.name, "compute": work.provenance}
-        fitted = {name: getattr(job.fit, name) for name in job.fit.__slots__} if job.fit.measured_s else None
-        answer = document(
-            "scaletrace.search/1", path, work.health.to_json(), gpus=gpus, **source, fit=fitted,
-            memory_limit_bytes=limit, **parts,
-        )  # fmt: skip
+        found, state, own = _found(job, space, best, confirm)
+        ranking = ranked(found, state, confirm, own, DESCRIBED if job.built is None else None)
+        answer = _answer(path, job, space, found.to_json_parts() | ranking.to_json_parts(), bool(batch), prices)
         if json_:
             print_json(answer)
         elif quiet:
-            out.print(str(found.best.layout))
+            out.print(str(ranking.rows[0].estimate.layout))
         else:
             show(answer)
+
+
+def _found(job: _Job, space: Space, best: int, confirm: int | None) -> tuple[Found, State | None, Layout | None]:
+    """(what the search found, the capture's graph where it is to be rewritten, the measured layout at this size)."""
+    from scaletrace.errors import ScaletraceError
+    from scaletrace.extrapolate.confirm import layout_at, opened
+    from scaletrace.extrapolate.estimate import Network
+    from scaletrace.extrapolate.search import search as find
+
+    state = own = None
+    if job.built is not None and job.measured is not None and confirm != 0:
+        try:
+            state = opened(job.built, job.measured, job.machine)
+        except ScaletraceError as error:
+            job.work.health.note(f"No layout is rewritten and replayed: {error}")
+    if state is not None:
+        own = layout_at(state.layout, space.gpus, space.batch, space.seq)
+    elif job.work.anchor is not None:
+        own = layout_at(job.work.anchor.layout, space.gpus, space.batch, space.seq)
+    found = find(
+        job.work,
+        Network(job.machine),
+        space,
+        best=best,
+        fit=job.fit,
+        states=job.states,
+        memory_factor=job.memory_factor,
+        also=own,
+    )
+    return found, state, own
+
+
+def _answer(
+    path: str, job: _Job, space: Space, parts: dict[str, Any], given: bool, prices: Prices | None
+) -> dict[str, Any]:
+    """The whole JSON answer; `given`: the user said the batch."""
+    work = job.work
+    for row in (parts["best"], *parts["next"]):
+        row.update(_yield(job, space, row, prices))
+    source = {"cluster": job.machine.name, "model": work.model.name, "compute": work.provenance}
+    fitted = {name: getattr(job.fit, name) for name in job.fit.__slots__} if job.fit.measured_s else None
+    usual = "measured" if job.built is not None else "default"
+    global_batch = {
+        "samples": space.batch,
+        "tokens": space.batch * space.seq,
+        "tokens_per_sample": space.seq,
+        "samples_per_gpu": space.batch / space.gpus,
+        "source": "--batch" if given else usual,
+    }
+    return document(
+        "scaletrace.search/1", path, work.health.to_json(), gpus=space.gpus, **source, model_unknown=list(work.unknown),
+        global_batch=global_batch, fit=fitted, memory_limit_bytes=space.memory_bytes, **parts,
+    )  # fmt: skip
+
+
+def _yield(job: _Job, space: Space, row: dict[str, Any], prices: Prices | None) -> dict[str, Any]:
+    """Tokens a second of one GPU, MFU and the cost of a million tokens, of the replayed step or else the estimate."""
+    from scaletrace.extrapolate.energy import money_per_million_tokens
+
+    device = job.machine.device
+    step_s = row["rewritten_step_time_s"] or row["step_time_s"]
+    rate = space.batch * space.seq / space.gpus / step_s
+    out: dict[str, Any] = {"tokens_per_s_per_gpu": rate, "mfu": None, "money_per_million_tokens": None}
+    flop = job.sample_flop
+    if flop and job.on_device:
+        model = job.work.model
+        longer = model.step_flop(space.seq, space.seq) / model.step_flop(model.seq, model.seq)
+        out["mfu"] = flop * longer * space.batch / space.gpus / step_s / device.bf16_flops
+    if prices is not None:
+        prices.hour(device.name)  # a missing price is an error whatever else is known
+        if job.on_device:
+            money, why = money_per_million_tokens(rate, None, device.name, prices)
+        else:
+            money, why = None, f"its compute was not recorded on {device.name}"
+        out["money_per_million_tokens"] = money
+        if why:
+            job.work.health.note(f"No cost of tokens: {why}.")
+    return out
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     """What is searched from. per_gpu: samples a GPU takes in a step; built, measured: of a capture, None for a model.
 
-    micro_batches: samples of one micro batch to try
+    micro_batches: samples of one micro batch to try;  sample_flop: model FLOP of a sample, None where nothing tells
+    on_device: compute times are of a GPU like the cluster's, so that MFU and money mean something
     """
 
     work: Workload
@@ -105,21 +180,30 @@ class _Job:
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     states: StateBytes | None = None
     memory_factor: float = 1.0
+    sample_flop: float | None = None
+    on_device: bool = True
 
 
 def _job(path: str, cluster: str, layout: str) -> _Job:
     """The workload, the cluster and the samples a GPU of a step, from a model's name or a capture."""
-    from scaletrace.errors import UsageError
+    from scaletrace.errors import InputError, UsageError
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.described.models import load_model, model_names
     from scaletrace.extrapolate.estimate import PLAIN
     from scaletrace.extrapolate.workload import Workload
 
-    if path in model_names() or (path.endswith((".yaml", ".yml")) and Path(path).is_file()):
+    names, there = model_names(), Path(path).exists()
+    if path.lower().replace("_", "-") in names and not there:
+        path = path.lower().replace("_", "-")
+    if path in names or (path.endswith((".yaml", ".yml")) and there):
         if layout:
             raise UsageError("--layout says how a capture was laid out; a model has no measured layout")
         machine = Cluster.load(cluster or "dgx_h100")
-        return _Job(Workload.described(load_model(path), machine.device), machine, 2.0, PLAIN)
+        model = load_model(path)
+        work = Workload.described(model, machine.device)
+        return _Job(work, machine, 2.0, PLAIN, sample_flop=model.step_flop(model.seq, model.seq))
+    if not there and re.fullmatch(r"[\w.-]+", path) and "." not in path.rstrip("0123456789b"):
+        raise InputError(f"{path}: no such file, and no model of that name; models: {', '.join(names)}")
     return _of_capture(path, cluster, layout)
 
 
@@ -129,6 +213,7 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.estimate import PLAIN, Network
     from scaletrace.extrapolate.fit import fit_to, for_cluster, measured_memory, tell
+    from scaletrace.extrapolate.flops import step_flop
     from scaletrace.extrapolate.layout import Layout, measured_layout
     from scaletrace.extrapolate.memory import StateBytes
     from scaletrace.extrapolate.traced_memory import fused_attention
@@ -155,34 +240,12 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     peak, factor = measured_memory(work, built, states)
     if peak:
         work.health.note(f"Measured peak of memory {peak / 1e9:.3g} GB; the model's is multiplied by {factor:.3g}.")
-    return _Job(work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried, states, factor)
-
-
-def _confirm(job: _Job, parts: dict[str, Any], most: int) -> None:
-    """Put beside the best estimates the step of the capture's own graph, rewritten for their layout and replayed."""
-    from scaletrace.errors import ScaletraceError
-    from scaletrace.extrapolate.layout import Layout
-    from scaletrace.extrapolate.relayout import predict
-
-    rows = [parts["best"], *parts["next"]]
-    for row in rows:
-        row["rewritten_step_time_s"] = row["why_not_rewritten"] = None
-    if job.built is None:
-        return
-    for row in rows[:most]:
-        try:
-            made = predict(job.built, Layout(**row["layout"]), job.machine, job.measured)
-            row["rewritten_step_time_s"] = made.step_s
-        except ScaletraceError as error:
-            row["why_not_rewritten"] = str(error)
-    known = [row for row in rows if row["rewritten_step_time_s"] is not None]
-    if len(known) > 1:
-        first = min(known, key=lambda row: row["rewritten_step_time_s"])
-        if first is not rows[0]:
-            text = ",".join(f"{name}={value}" for name, value in first["layout"].items())
-            job.work.health.note(
-                f"Of the layouts rewritten and replayed {text} is the fastest, not the estimate's best."
-            )
+    flop = step_flop(job)
+    sample_flop = flop / per_gpu if flop else None
+    on_device = seen.device.generation != "cpu"
+    return _Job(
+        work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried, states, factor, sample_flop, on_device
+    )  # fmt: skip
 
 
 def show(answer: dict[str, Any]) -> None:

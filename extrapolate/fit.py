@@ -17,12 +17,13 @@ from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
 from scaletrace.extrapolate.memory import StateBytes, measured_peak_bytes, peak_memory
 from scaletrace.extrapolate.nodework import node_work
-from scaletrace.extrapolate.steps import shares, step_times_ns
+from scaletrace.extrapolate.steps import shares
 from scaletrace.extrapolate.workload import Workload
 from scaletrace.parse.build import Built
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.replay.engine import replay
+from scaletrace.replay.steps import step_time_s
 
 MOST = 3.0
 """An optimizer takes at most so many times as long as its bytes; what is beyond that is launches and other work."""
@@ -33,7 +34,7 @@ def fit_to(work: Workload, built: Built, network: Network, anatomy: Anatomy) -> 
     if work.anchor is None:
         return Fit()
     timeline = replay(built.graph)
-    step_s = float(np.median(step_times_ns(built.graph, timeline.start_ns, timeline.end_ns))) * 1e-9
+    step_s = step_time_s(built.graph, timeline.start_ns, timeline.end_ns)
     seen = shares(built.graph, timeline.start_ns, timeline.end_ns)
     axes: dict[str, float] = {}
     for axis, share in seen.by_axis.items():
@@ -156,10 +157,11 @@ def tell(fit: Fit, health: Health, same: bool) -> None:
     """Say in `health` what was fitted and what is left."""
     if not fit.measured_s:
         return
+    left = "" if abs(fit.residual) < 5e-4 else f", but for {fit.residual:+.1%} that no factor takes up"
     kept = "" if same else "; on another cluster its communication factors do not hold and are left out"
     health.note(
-        f"Fitted to the measured step of {fit.measured_s:.4g} s (before that the estimate was {fit.unfitted:+.0%} off, "
-        f"now {fit.residual:+.1%}): compute x{fit.compute:.3g}, optimizer and the like x{fit.optimizer:.3g}, "
+        f"Fitted to one measurement, the step of {fit.measured_s:.4g} s, so it agrees there by construction{left} "
+        f"(before that the estimate was {fit.unfitted:+.0%} off): compute x{fit.compute:.3g}, optimizer and the like x{fit.optimizer:.3g}, "
         f"tensor x{fit.tensor:.3g}, data x{fit.data:.3g}, messages x{fit.messages:.3g}, "
         f"host {fit.host_s * 1e3:.3g} ms a layer and micro batch, {fit.once_s * 1e3:.3g} ms once a step{kept}."
     )

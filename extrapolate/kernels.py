@@ -301,7 +301,8 @@ def shape_of(name: str, dims_json: str | None, types_json: str | None = None) ->
 
 
 def _product(name: str, dims: Sequence[tuple[int, ...]], size: float) -> Shape | None:
-    """Linear layers count leading dimensions as rows; so do products with one matrix. Several matrices are a batch:
+    """Linear layers count leading dimensions as rows; so do products with one matrix, which operators of a project's own
+    may take as linear layers keep it, with the inner dimension last. Several matrices are a batch:
     of as many products where both sides have leading dimensions, of experts where only the right one has them."""
     if name.endswith(("addmm", "baddbmm")):
         dims = dims[1:]
@@ -316,7 +317,8 @@ def _product(name: str, dims: Sequence[tuple[int, ...]], size: float) -> Shape |
     if len(right) == 3 and len(left) == 2:
         experts = max(1, right[0])
         return Shape(Work.MATMUL, left[0] / experts, right[-1], left[-1], experts, size)
-    return Shape(Work.MATMUL, prod(left[:-1]), right[-1], left[-1], element_bytes=size)
+    turned = len(right) == 2 and right[0] != left[-1] and right[1] == left[-1]  # a weight as linear layers keep it
+    return Shape(Work.MATMUL, prod(left[:-1]), right[0] if turned else right[-1], left[-1], element_bytes=size)
 
 
 def _tensors(text: str | None) -> list[tuple[int, ...]]:

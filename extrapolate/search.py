@@ -82,20 +82,17 @@ class Found:
     too_large: Estimate | None = None
 
     def to_json_parts(self) -> dict[str, Any]:
-        """The content of `search --json`."""
+        """What `search --json` says of all candidates; the layouts themselves: confirm.Ranking."""
         return {
-            "best": _json(self.best),
-            "next": [
-                {**_json(lost.estimate), "behind": lost.behind, "reasons": list(lost.reasons)} for lost in self.next
-            ],
-            "too_large": _json(self.too_large) if self.too_large else None,
+            "too_large": estimate_json(self.too_large) if self.too_large else None,
             "candidates": self.candidates,
             "evaluated": self.evaluated,
             "discarded": dict(self.discarded),
         }
 
 
-def _json(item: Estimate) -> dict[str, Any]:
+def estimate_json(item: Estimate) -> dict[str, Any]:
+    """One layout of `search --json`."""
     return {
         "layout": item.layout.to_json(),
         "step_time_s": item.step_s,
@@ -168,12 +165,14 @@ def search(
     fit: Fit = PLAIN,
     states: StateBytes | None = None,
     memory_factor: float = 1.0,
+    also: Layout | None = None,
 ) -> Found:
     """The fastest layouts that fit. `exhaustive` costs every candidate, to check that pruning loses nothing.
 
     fit            what a measured step makes of the estimate (fit.fit_to)
     states         bytes of what training keeps; default: by the type of the compute
     memory_factor  what a measured peak makes of the memory model
+    also           a layout to list at the end where it is not among the best: the measured one
     Raises UsageError where nothing fits, saying what was in the way.
     """
     states = states or StateBytes.of(work.element_bytes)
@@ -207,18 +206,22 @@ def search(
             f"no layout of {space.gpus} GPUs fits ({len(bounded)} candidates: {why}); "
             f"give more GPUs, another --batch, or a smaller --seq"
         )
-    losers = tuple(_lost(kept[0], item) for item in kept[1:])
     if too_large is not None and too_large.step_s >= kept[-1].step_s:
         too_large = None
+    if also is not None and also not in [item.layout for item in kept]:
+        memory = peak_memory(work.model, also, states).scaled(memory_factor)
+        kept.append(replace(estimate(work, also, network, states, fit), memory=memory))
+    losers = tuple(Lost(item, item.step_s / kept[0].step_s - 1, reasons(kept[0], item)) for item in kept[1:])
     return Found(kept[0], losers, len(bounded), discarded, evaluated, too_large)
 
 
-def _lost(best: Estimate, item: Estimate) -> Lost:
+def reasons(best: Estimate, item: Estimate) -> tuple[str, ...]:
     """The two terms by which a layout is furthest behind, per sample."""
     gaps = {
         f.name: getattr(item.terms, f.name) / item.samples - getattr(best.terms, f.name) / best.samples
         for f in fields(Terms)
     }
     worst = sorted((gap, name) for name, gap in gaps.items() if gap > 0)[::-1][:2]
-    reasons = tuple(f"{NAMES[name]} +{gap * item.samples * 1e3:.1f} ms" for gap, name in worst)
-    return Lost(item, item.step_s / best.step_s - 1, reasons or ("equal but for its name",))
+    return tuple(f"{NAMES[name]} +{gap * item.samples * 1e3:.1f} ms" for gap, name in worst) or (
+        "none by the estimate",
+    )

@@ -82,13 +82,15 @@ class Batch:
 
 
 def batch_of(state: State, assemble: Callable[[State], Base], given: bool = False) -> Batch:
-    """The batch that a job's shapes tell: samples of its attention, else rows of the products that take most time.
+    """The batch that a job's shapes tell: samples of its attention, else rows of its products.
 
+    Those are the tokens of a micro batch of its layers (workload.infer_model, as `search` counts them), or where no
+    layer told them the rows of the products that take most time.
     given: the user's layout says the samples of a micro batch
     """
     shapes = [shape for shape in state.work.shape if shape is not None]
     # A length of one token is open_state's way of saying that no shape told the micro batch.
-    attends = state.layout.seq > 1 and any(shape.work is Work.ATTENTION for shape in shapes)
+    attends = state.layout.seq > 1 and any(shape.work is Work.ATTENTION and shape.depth > 1 for shape in shapes)
     if given or attends:
         return Batch(state, state.layout.mbs, "samples", assemble)
     forward = state.anatomy.phase == int(Phase.FORWARD)
@@ -99,7 +101,9 @@ def batch_of(state: State, assemble: Callable[[State], Base], given: bool = Fals
             spent[int(shape.rows)] = spent.get(int(shape.rows), 0.0) + float(state.graph.dur_ns[node])
     if not spent:
         return Batch(state, 0, "", assemble)
-    return Batch(state, max(spent, key=lambda rows: (spent[rows], rows)), "rows of matrix products", assemble)
+    tokens = state.layout.mbs * state.layout.seq if state.layout.seq > 1 else 0
+    rows = tokens or max(spent, key=lambda rows: (spent[rows], rows))
+    return Batch(state, rows, "rows of matrix products", assemble)
 
 
 def agreed(state: State) -> State:

@@ -12,6 +12,7 @@ from rich.text import Text
 from scaletrace.view import units
 
 Document = Mapping[str, Any]
+Column = tuple[str, list[str]]
 WIDTH = 80
 _DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 _SCHEDULES = {"Interleaved1F1B": "interleaved", "ZBVZeroBubble": "ZBV", "InterleavedZeroBubble": "interleaved ZB"}
@@ -20,12 +21,14 @@ _SCHEDULES = {"Interleaved1F1B": "interleaved", "ZBVZeroBubble": "ZBV", "Interle
 def search_tables(doc: Document) -> list[RenderableType]:
     """Everything that `scaletrace search` prints."""
     rows = [doc["best"], *doc["next"]]
-    seq = next((row["layout"].get("seq") for row in rows if row["layout"].get("seq")), None)
-    length = f", {units.number(seq)} tokens a sample" if seq else ""
-    title = f"{units.number(doc['gpus'])} GPUs, {doc['model']} on {doc['cluster']}, compute {doc['compute']}{length}"
-    out: list[RenderableType] = [Group(Text(units.clean(title, 200), style="bold"), _fastest(rows))]
+    title = f"{units.number(doc['gpus'])} GPUs, {doc['model']} on {doc['cluster']}, compute {doc['compute']}"
+    head = [Text(units.clean(title, 200), style="bold"), Text(verdict(doc), style="bold")]
+    if doc.get("global_batch"):
+        head.append(Text(_batch(doc)))
+    table, left = _fastest(rows)
+    out: list[RenderableType] = [Group(*head, table)]
     if len(rows) > 1:
-        out.append(Group(Text("Why they lose, beside the best", style="bold"), _reasons(rows)))
+        out.append(Group(Text("Beside the first", style="bold"), _reasons(rows, left)))
     lost = ", ".join(f"{units.number(count)} {reason}" for reason, count in doc["discarded"].items())
     limit = units.size(doc.get("memory_limit_bytes"))
     out.append(
@@ -38,16 +41,73 @@ def search_tables(doc: Document) -> list[RenderableType]:
     if big:
         need, step = units.size(big["memory_bytes"]), units.seconds(big["step_time_s"])
         out.append(Text(f"too large: {degrees(big['layout'])} would take {step} a step but needs {need} a GPU"))
-    if any(row.get("rewritten_step_time_s") is not None for row in rows):
-        out.append(
-            Text("step: estimate in closed form; rewritten: the measured graph made into that layout and replayed")
-        )
-    out += [
-        Text(f"not rewritten, {number}: {units.clean(row['why_not_rewritten'], 300)}", style="yellow")
-        for number, row in enumerate(rows, 1)
-        if row.get("why_not_rewritten")
-    ]
+    out += [Text(line) for line in _legend(doc, rows)]
+    out += [Text(f"not rewritten, {line}", style="yellow") for line in _not_rewritten(rows)]
     return out + [Text(f"note: {units.clean(note, 600)}", style="yellow") for note in doc["health"].get("notes") or ()]
+
+
+def _not_rewritten(rows: Sequence[Document]) -> list[str]:
+    """Numbers of rows by the reason for which they were not replayed."""
+    numbers: dict[str, list[str]] = {}
+    for number, row in enumerate(rows, 1):
+        if row.get("why_not_rewritten"):
+            numbers.setdefault(units.clean(row["why_not_rewritten"], 300), []).append(str(number))
+    return [f"{', '.join(each)}: {why}" for why, each in numbers.items()]
+
+
+def verdict(doc: Document) -> str:
+    """Which layout is first and what that rests on, in one sentence."""
+    rows = [doc["best"], *doc["next"]]
+    first, known = rows[0], [row for row in rows if row.get("rewritten_step_time_s") is not None]
+    name = degrees(first["layout"])
+    if first not in known:
+        close = sum(row.get("within_error") is True for row in rows[1:])
+        beside = f"; {close} of the next are within its error" if close else ""
+        return f"Fastest by the estimate: {name}, {units.seconds(first['step_time_s'])} a step, not replayed{beside}"
+    step = units.seconds(first["rewritten_step_time_s"])
+    if len(known) == 1:
+        return f"{name} takes {step} a step by replay; no other layout was replayed"
+    if first.get("as_measured"):
+        return f"Fastest by replay: {name} as measured, {step} a step; {len(known) - 1} others replayed are not faster"
+    same = sum(row.get("within_error") is True for row in known[1:])
+    own = next((row for row in known if row.get("as_measured")), None)
+    gain = "" if own is None else f", {units.percent(own['behind'] / (1 + own['behind']))} less than as measured"
+    equal = f"; {same} within its error" if same else ""
+    return f"Fastest by replay: {name}, {step} a step{gain}, of {len(known)} layouts replayed{equal}"
+
+
+def _batch(doc: Document) -> str:
+    """The global batch that all layouts share."""
+    batch = doc["global_batch"]
+    each = f"{units.number(batch['samples_per_gpu'])} samples a GPU"
+    why = {"--batch": f"as asked ({each})", "measured": f"{each} as measured"}.get(
+        batch["source"], f"{each} by default"
+    )
+    samples, length = units.number(batch["samples"]), units.number(batch["tokens_per_sample"])
+    return f"Global batch {samples} samples of {length} tokens: {why}"
+
+
+def _legend(doc: Document, rows: Sequence[Document]) -> list[str]:
+    """What the numbers are, and how far off the estimates are."""
+    out = []
+    if any(row.get("rewritten_step_time_s") is not None for row in rows):
+        out.append("step: estimate in closed form; rewritten: the measured graph made into that layout and replayed,")
+        out[0] += " which decides the order of those that have it"
+    if any(row.get("as_measured") for row in rows):
+        out.append("*: the measured layout, with more data ranks where the size is another")
+    band = doc.get("estimate_error")
+    if band and band["confirmed"]:
+        low, high = (f"{band[name]:.2f}" for name in ("low", "high"))
+        out.append(
+            f"error of the estimate: replayed steps are {low} to {high} times the estimate "
+            f"({band['confirmed']} replayed); --confirm replays more"
+        )
+    elif band:
+        low, high = (units.percent(band[name] - 1) for name in ("low", "high"))
+        out.append(f"error of the estimate: steps of described jobs are {low} to {high} longer on most real stacks")
+    elif doc.get("ordered_by"):
+        out.append("error of the estimate: not known, since no layout was replayed")
+    return out
 
 
 def degrees(layout: Document) -> str:
@@ -66,8 +126,8 @@ def schedule(layout: Document) -> str:
     return _SCHEDULES.get(name, name) + (f" ×{chunks}" if chunks > 1 else "")
 
 
-def _fastest(rows: Sequence[Document]) -> Table:
-    """A row a layout; columns that all rows leave open are left out."""
+def _fastest(rows: Sequence[Document]) -> tuple[Table, list[Column]]:
+    """A row a layout, without columns that all rows leave open; and the rates for which there was no room."""
     confirmed = any(row.get("rewritten_step_time_s") is not None for row in rows)
     again = any(row["layout"].get("recompute", "none") != "none" for row in rows)
     piped = any(row["layout"].get("pp", 1) != 1 for row in rows)
@@ -78,32 +138,81 @@ def _fastest(rows: Sequence[Document]) -> Table:
     lines = []
     for number, row in enumerate(rows, 1):
         layout = row["layout"]
-        cells = [str(number), degrees(layout), f"{layout.get('mbs', 1)}×{layout.get('microbatches', 1)}"]
+        cells = [_place(number, row), degrees(layout), f"{layout.get('mbs', 1)}×{layout.get('microbatches', 1)}"]
         cells += [schedule(layout)] if piped else []
         cells += [str(layout.get("recompute", units.MISSING))] if again else []
         cells += [units.seconds(row["step_time_s"])]
         cells += [units.seconds(row.get("rewritten_step_time_s"))] if confirmed else []
         cells += [units.size(row["memory_bytes"])]
         lines.append(cells)
-    taken = [max(len(name), *(len(line[at]) for line in lines)) + 1 for at, (name, _) in enumerate(columns)]
-    room = WIDTH - sum(taken) + taken[1]
+    left = _add_rates(rows, columns, lines)
+    room = WIDTH - sum(_taken(columns, lines)) + _taken(columns, lines)[1]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for at, (name, right) in enumerate(columns):
         table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis",
                          max_width=max(8, room - 1) if at == 1 else None)  # fmt: skip
     for cells in lines:
         table.add_row(*(Text(cell) for cell in cells))
-    return table
+    return table, left
 
 
-def _reasons(rows: Sequence[Document]) -> Table:
+def _place(number: int, row: Document) -> str:
+    return f"*{number}" if row.get("as_measured") else str(number)
+
+
+def _taken(columns: Sequence[tuple[str, bool]], lines: Sequence[Sequence[str]]) -> list[int]:
+    """Columns of the terminal that each column takes, with the space behind it."""
+    return [max(len(name), *(len(line[at]) for line in lines)) + 1 for at, (name, _) in enumerate(columns)]
+
+
+def _add_rates(rows: Sequence[Document], columns: list[tuple[str, bool]], lines: list[list[str]]) -> list[Column]:
+    """Cost of a million tokens, tokens a second of one GPU and MFU where they are known; returns those without room."""
+    left: list[Column] = []
+    wanted = (
+        ("cost/Mtok", [_money(row) for row in rows]),
+        ("tok/s/GPU", [units.number(row.get("tokens_per_s_per_gpu")) for row in rows]),
+        ("MFU", [units.percent(row.get("mfu")) for row in rows]),
+    )
+    for name, cells in wanted:
+        width = max(len(name), *map(len, cells)) + 1
+        if set(cells) == {units.MISSING}:
+            continue
+        if left or sum(_taken(columns, lines)) + width > WIDTH:
+            left.append((name, cells))
+            continue
+        columns.append((name, True))
+        for line, cell in zip(lines, cells, strict=True):
+            line.append(cell)
+    return left
+
+
+def _money(row: Document) -> str:
+    money = row.get("money_per_million_tokens")
+    return units.MISSING if money is None else f"{money:.3g}"
+
+
+def _reasons(rows: Sequence[Document], more: Sequence[Column]) -> Table:
+    """How far each row is behind and why; `more` columns for which the first table had no room."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), width=WIDTH)
-    for name in ("", "behind", "bubble"):
+    for name in ("", "behind", "bubble", *(name for name, _ in more)):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("because of", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("because of, by the estimate", no_wrap=True, overflow="ellipsis", ratio=1)
     for number, row in enumerate(rows, 1):
-        behind = units.percent(row.get("behind"), signed=True) if number > 1 else "best"
-        why = "; ".join(row.get("reasons") or ()) or units.MISSING
-        cells = (str(number), behind, units.percent(row["bubble_fraction"]), units.clean(why, 200))
+        behind = units.percent(row.get("behind"), signed=True) if number > 1 else "first"
+        why = _why(rows[0], row) if number > 1 else units.MISSING
+        cells = [str(number), behind, units.percent(row["bubble_fraction"])]
+        cells += [column[number - 1] for _, column in more] + [units.clean(why, 200)]
         table.add_row(*(Text(cell) for cell in cells))
     return table
+
+
+def _why(first: Document, row: Document) -> str:
+    """The terms of the estimate that a row is behind by, where they explain it at all."""
+    why = "; ".join(row.get("reasons") or ()) or units.MISSING
+    replayed = None not in (first.get("rewritten_step_time_s"), row.get("rewritten_step_time_s"))
+    if row.get("within_error"):
+        close = "as fast by replay" if row["behind"] <= 0.005 else "within the error of stretched kernels"
+        return close if replayed else f"within error: {why}"
+    if replayed and row["step_time_s"] / first["step_time_s"] - 1 < row["behind"] / 2:
+        return "seen in the replay, not in the estimate"
+    return why

@@ -55,6 +55,7 @@ def test_names_are_classified(name: str, work: Work) -> None:
         ("aten::linear", "[[2,64,512],[2048,512],[2048]]", '["float","float","float"]',
          Shape(Work.MATMUL, 128, 2048, 512, element_bytes=4)),
         ("aten::mm", "[[128,512],[512,2048]]", '["c10::BFloat16","c10::BFloat16"]', Shape(Work.MATMUL, 128, 2048, 512)),
+        ("own::mm", "[[128,512],[2048,512]]", '["c10::BFloat16"]', Shape(Work.MATMUL, 128, 2048, 512)),
         ("aten::addmm", "[[2048],[128,512],[512,2048],[],[]]", '["c10::Half"]', Shape(Work.MATMUL, 128, 2048, 512)),
         ("aten::bmm", "[[16,128,64],[16,64,128]]", None, Shape(Work.MATMUL, 128, 128, 64, 16, 4)),
         ("aten::_scaled_dot_product_flash_attention", "[[2,8,1024,64],[2,8,1024,64],[2,8,1024,64]]",

@@ -138,10 +138,14 @@ def test_rows_stand_for_samples_where_no_attention_tells(stateful: Stateful) -> 
     rows = batch_of(replace(state, work=replace(state.work, shape=no_attention)), _never)
     blind = batch_of(replace(state, work=replace(state.work, shape=(None,) * len(state.graph))), _never)
 
+    odd = tuple(s if s is None or s.work.value != "matmul" else replace(s, rows=s.rows - 1) for s in no_attention)
+    layers = batch_of(replace(state, work=replace(state.work, shape=odd)), _never)
     whole = batch_of(state, _never)
 
     assert (state.layout.mbs, "samples") == (whole.samples, whole.unit)
     assert (8192, "rows of matrix products") == (rows.samples, rows.unit)
+    # Other products may take longer; the tokens of the layers are what search counts, too.
+    assert rows.samples == layers.samples == state.layout.mbs * state.layout.seq
     assert (0, "") == (blind.samples, blind.unit)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from scaletrace.view.layouts import degrees, schedule, search_tables
+from scaletrace.view.layouts import degrees, schedule, search_tables, verdict
 
 LONG = {
     "dp": 16, "fsdp": 1024, "tp": 16, "pp": 64, "cp": 16, "ep": 8, "mbs": 8, "microbatches": 1024, "seq": 131072,
@@ -45,9 +45,9 @@ def test_tables_keep_to_80_columns_and_one_line_a_layout() -> None:
     lines = shown(answer())
 
     assert max(map(len, lines)) <= 80
-    assert 3 == sum("12.3 s" in line for line in lines)
+    assert 3 == sum("12.3 s" in line and "Fastest" not in line for line in lines)
     assert 2 == sum(line.lstrip().startswith("2 ") for line in lines)
-    assert any("best" in line for line in lines)
+    assert any("Fastest by the estimate" in line for line in lines)
 
 
 def test_a_rewritten_step_stands_beside_the_estimate_and_is_explained() -> None:
@@ -67,6 +67,50 @@ def test_what_is_faster_but_too_large_is_named() -> None:
     doc = answer(too_large={"layout": {"tp": 8, "dp": 2}, "memory_bytes": 1.82e11, "step_time_s": 9.0})
 
     assert "too large: dp=2,tp=8 would take 9 s a step but needs 182 GB" in " ".join(shown(doc))
+
+
+def test_the_headline_names_the_winner_by_replay() -> None:
+    """First by replay, how much it gains on the measured layout, and how many may be as fast."""
+    own = row({"fsdp": 8}, rewritten_step_time_s=5.0, as_measured=True, behind=0.25, within_error=False)
+    close = row({"tp": 8}, rewritten_step_time_s=4.1, behind=0.025, within_error=True)
+    doc = answer(best=row({"dp": 8}, rewritten_step_time_s=4.0), next=[close, own])
+    kept = answer(best=row({"fsdp": 8}, rewritten_step_time_s=4.0, as_measured=True), next=[close])
+    alone = answer(best=row({"dp": 8}, rewritten_step_time_s=4.0), next=[])
+
+    assert (
+        "Fastest by replay: dp=8, 4 s a step, 20.0 % less than as measured, of 3 layouts replayed; 1 within its error"
+    ) == verdict(doc)
+    assert "Fastest by replay: fsdp=8 as measured, 4 s a step; 1 others replayed are not faster" == verdict(kept)
+    assert "dp=8 takes 4 s a step by replay; no other layout was replayed" == verdict(alone)
+    assert "*3 fsdp=8" in "\n".join(shown(doc))
+
+
+def test_layouts_within_the_error_are_not_said_to_lose() -> None:
+    """What an estimate can't tell apart says so; what only the replay shows is not explained by the estimate's terms."""
+    first = row({"dp": 8}, rewritten_step_time_s=12.0)
+    seen = row({"tp": 8}, rewritten_step_time_s=24.0, behind=1.0, within_error=False, reasons=["optimizer +0.1 ms"])
+    same = row({"cp": 8}, rewritten_step_time_s=12.01, behind=0.001, within_error=True)
+    open_ = row({"fsdp": 8}, behind=0.03, within_error=True, reasons=["optimizer +0.3 ms"], why_not_rewritten="zero")
+    other = open_ | {"layout": {"pp": 8}}
+    band = {"low": 0.9, "high": 2.0, "confirmed": 3}
+    text = " ".join(" ".join(shown(answer(best=first, next=[seen, same, open_, other], estimate_error=band))).split())
+
+    assert "seen in the replay, not in the estimate" in text and "optimizer +0.1 ms" not in text
+    assert "as fast by replay" in text and "within error: optimizer +0.3 ms" in text
+    assert "replayed steps are 0.90 to 2.00 times the estimate (3 replayed)" in text
+    assert "not rewritten, 4, 5: zero" in text
+
+
+def test_rates_without_room_move_to_the_second_table() -> None:
+    """Cost, tokens a second and MFU are shown wherever they fit, in this order, never beyond 80 columns."""
+    rates = {"tokens_per_s_per_gpu": 1234.0, "mfu": 0.412, "money_per_million_tokens": 0.523}
+    short, long = (row({"dp": 8}, **rates), row(LONG, **rates))
+    first = shown(answer(best=short, next=[]))
+    lines = shown(answer(best=long, next=[long | {"behind": 0.1, "reasons": []}]))
+
+    assert any("cost/Mtok" in line and "tok/s/GPU" in line and "MFU" in line for line in first)
+    assert any("behind" in line and "MFU" in line for line in lines)
+    assert max(map(len, first + lines)) <= 80
 
 
 def test_layouts_and_schedules_are_short() -> None:

@@ -28,9 +28,13 @@ def layouts_headline(doc: Document) -> str:
         return ""
     best = found[0]
     words = f"At {units.number(num(doc.get('gpus')))} GPUs {terminal.layout_text(best.get('layout'))} is fastest"
-    words += f" with {units.seconds(num(best.get('step_time_s')))} a step"
+    replayed = num(best.get("rewritten_step_time_s"))
+    step = num(best.get("step_time_s")) if replayed is None else replayed
+    words += f" with {units.seconds(step)} a step" + ("" if replayed is None else " by replay of the measured graph")
     behind = num(found[1].get("behind")) if len(found) > 1 else None
-    if behind is not None:
+    if behind is not None and found[1].get("within_error") is True:
+        words += "; the next layout may be as fast, for all that is known"
+    elif behind is not None:
         words += f"; the next layout is {units.percent(behind)} behind"
     return words + "."
 
@@ -61,6 +65,7 @@ def _table(found: list[Mapping[str, Any]], terms: list[str]) -> Table:
     columns = [
         "layout",
         "step s",
+        "replayed s",
         "behind",
         "samples/s",
         "bubble",
@@ -71,15 +76,18 @@ def _table(found: list[Mapping[str, Any]], terms: list[str]) -> Table:
     raw: list[list[Cell]] = []
     shown: list[list[object]] = []
     for candidate in found:
-        keys = ("step_time_s", "behind", "samples_per_s", "bubble_fraction", "memory_bytes")
-        step, behind, samples, bubble, memory = (num(candidate.get(key)) for key in keys)
+        keys = (
+            "step_time_s", "rewritten_step_time_s", "behind", "samples_per_s", "bubble_fraction", "memory_bytes",
+        )  # fmt: skip
+        step, replayed, behind, samples, bubble, memory = (num(candidate.get(key)) for key in keys)
         reasons = candidate.get("reasons")
         why = units.clean("; ".join(str(r) for r in reasons), 300) if isinstance(reasons, list) else ""
         split = [num(mapping(candidate.get("terms_s")).get(term)) for term in terms]
         layout = terminal.layout_text(candidate.get("layout"))
-        raw.append([layout, step, behind, samples, bubble, memory, why, *split])
+        raw.append([layout, step, replayed, behind, samples, bubble, memory, why, *split])
         head = [
             units.seconds(step),
+            units.seconds(replayed),
             units.percent(behind),
             units.number(samples),
             units.percent(bubble),

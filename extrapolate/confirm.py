@@ -1,0 +1,199 @@
+"""Turns the best estimates of a search into an order by replay: the measured graph is rewritten for each and replayed.
+
+The replays also say how far off the estimates are. A layout that was not replayed is said to lose only where its
+estimate is behind by more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scaletrace.errors import ScaletraceError, UsageError
+from scaletrace.extrapolate import transfers
+from scaletrace.extrapolate.calibrate import calibrate
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.estimate import Estimate, Network
+from scaletrace.extrapolate.kernels import Ceilings
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.relayout import relayout
+from scaletrace.extrapolate.rewrite.state import State, open_state
+from scaletrace.extrapolate.search import Found, estimate_json, reasons
+from scaletrace.parse.build import Built
+from scaletrace.replay.engine import replay
+from scaletrace.replay.steps import step_time_s
+
+SAME = 0.005
+"""Replays that differ by less are called equal."""
+SMALL_GRAPH = 200_000
+"""Nodes up to which rewriting and replaying takes less than half a second a layout."""
+FEW, MORE = 3, 5
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBand:
+    """The replayed step over the estimate, smallest and largest, and how many layouts say so.
+
+    confirmed  0: not of this job, but what estimates of described jobs were off by against measured ones
+    """
+
+    low: float
+    high: float
+    confirmed: int
+
+
+DESCRIBED = ErrorBand(1.07, 1.30, 0)
+"""Steps of described jobs are 7 to 30 % too fast for most real stacks (docs/limits.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A layout with its estimate and, where its graph was made, the replayed step with the kernels' error (one sigma).
+
+    as_measured  the layout that the capture ran with, at another size with more data ranks
+    """
+
+    estimate: Estimate
+    replayed_s: float | None = None
+    error: float = 0.0
+    why_not: str | None = None
+    as_measured: bool = False
+
+    @property
+    def step_s(self) -> float:
+        """The best known step: replayed, else estimated."""
+        return self.estimate.step_s if self.replayed_s is None else self.replayed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Rows in their final order (replayed ones first, by replay; the others by estimate); band: None = not known."""
+
+    rows: tuple[Row, ...]
+    band: ErrorBand | None
+
+    @property
+    def by_replay(self) -> bool:
+        return self.rows[0].replayed_s is not None
+
+    def behind(self, row: Row) -> float:
+        """How far a row is behind the first, by the best known step of each; below 0 for an estimate under a replay."""
+        first = self.rows[0]
+        behind = row.step_s / first.step_s - 1
+        return max(0.0, behind) if first.replayed_s is not None and row.replayed_s is not None else behind
+
+    def within_error(self, row: Row) -> bool | None:
+        """Whether a row may be as fast as the first for all that is known; None where no error is known."""
+        first = self.rows[0]
+        if first.replayed_s is not None and row.replayed_s is not None:
+            return self.behind(row) <= max(SAME, row.error, first.error)
+        if self.band is None:
+            return None
+        reached = first.replayed_s if first.replayed_s is not None else first.estimate.step_s * self.band.high
+        return row.estimate.step_s * self.band.low <= reached
+
+    def to_json_parts(self) -> dict[str, Any]:
+        """The layouts of `search --json`, in order, and what their order rests on."""
+        first, *others = (self._json(row) for row in self.rows)
+        band = None if self.band is None else {name: getattr(self.band, name) for name in self.band.__slots__}
+        return {
+            "ordered_by": "replay" if self.by_replay else "estimate",
+            "estimate_error": band,
+            "best": first,
+            "next": others,
+        }
+
+    def _json(self, row: Row) -> dict[str, Any]:
+        out = estimate_json(row.estimate) | {
+            "rewritten_step_time_s": row.replayed_s,
+            "rewritten_error": row.error if row.replayed_s is not None else None,
+            "why_not_rewritten": row.why_not,
+            "as_measured": row.as_measured,
+        }
+        if row is not self.rows[0]:
+            why = list(reasons(self.rows[0].estimate, row.estimate))
+            out |= {"behind": self.behind(row), "within_error": self.within_error(row), "reasons": why}
+        return out
+
+
+def layout_at(measured: Layout, gpus: int, samples: int, seq: int) -> Layout | None:
+    """The measured layout (with its micro batches and length) at a size, more data ranks filling it up.
+
+    None where it does not fill the size, or takes another batch or length than the search.
+    """
+    factor = gpus // measured.ranks
+    if gpus % measured.ranks or measured.seq != seq:
+        return None
+    axis = "fsdp" if measured.fsdp > 1 and measured.dp == 1 else "dp"
+    out = replace(measured, **{axis: getattr(measured, axis) * factor})
+    if out.pp > 1:
+        out = replace(out, schedule=out.pipeline_schedule)  # spelled as the candidates are
+    return out if out.mbs * out.microbatches * out.data_ranks == samples else None
+
+
+def opened(built: Built, measured: Layout, cluster: Cluster) -> State:
+    """The capture's graph, ready to be rewritten for layouts on `cluster`; what it measured of collectives counts."""
+    on_cpu = cluster.device.generation == "cpu"
+    seen = transfers.evidence(built.graph, built.graph.dur_ns)
+    network = Network(cluster, calibrate(seen, cluster))
+    return open_state(built, measured, network, None if on_cpu else Ceilings.of(cluster.device))
+
+
+def confirmed(state: State, row: Row) -> Row:
+    """The row with the step of the measured graph made into its layout and replayed, or with the reason why not."""
+    target = row.estimate.layout
+    try:
+        if target.zero != state.layout.zero and target.data_ranks > 1:
+            raise UsageError("optimizer states that are sharded alone (zero) are costed, not rewritten")
+        if target.recompute == "none" and state.layout.recompute not in ("none", "off") and not row.as_measured:
+            target = replace(target, recompute="off")  # "none" would keep the measured checkpointing
+        made = relayout(state, target)
+        timeline = replay(made.graph)
+        step_s = step_time_s(made.graph, timeline.start_ns, timeline.end_ns)
+    except ScaletraceError as error:
+        return replace(row, why_not=str(error))
+    return replace(row, replayed_s=step_s, error=made.error)
+
+
+def ranked(
+    found: Found,
+    state: State | None = None,
+    most: int | None = None,
+    own: Layout | None = None,
+    prior: ErrorBand | None = None,
+) -> Ranking:
+    """The found layouts in their final order.
+
+    state  the capture's graph (opened); None: nothing is replayed
+    most   how many layouts to replay beside `own`; None: 5, of a graph over 200,000 nodes 3
+    own    the measured layout at this size, replayed wherever it is listed
+    prior  error of the estimates where nothing is replayed, None = not known
+    """
+    rows = [Row(item, as_measured=item.layout == own) for item in (found.best, *(lost.estimate for lost in found.next))]
+    if state is None:
+        return Ranking(tuple(rows), prior)
+    if most is None:
+        most = MORE if len(state.graph) <= SMALL_GRAPH else FEW
+    done = tried = 0
+    for at, row in enumerate(rows):
+        if (row.as_measured and most) or (done < most and tried < 2 * most):
+            rows[at] = confirmed(state, row)
+            tried += not row.as_measured
+            done += rows[at].replayed_s is not None and not row.as_measured
+    return Ranking(tuple(_ordered(rows)), _band(rows))
+
+
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    """Replayed rows by replay, then the others by estimate. Of equal replays (three digits) the measured layout, which
+    asks for no change, comes first, then the smaller estimate."""
+    known = [row for row in rows if row.replayed_s is not None]
+    known.sort(key=lambda row: (float(f"{row.step_s:.3g}"), not row.as_measured, row.estimate.step_s))
+    others = [row for row in rows if row.replayed_s is None]
+    return known + sorted(others, key=lambda row: row.estimate.step_s)
+
+
+def _band(rows: Sequence[Row]) -> ErrorBand | None:
+    """What the replays show of the estimates, beside the measurement where they agree by construction."""
+    ratios = [row.replayed_s / row.estimate.step_s for row in rows if row.replayed_s is not None]
+    return ErrorBand(min(1.0, *ratios), max(1.0, *ratios), len(ratios)) if ratios else None

@@ -1,0 +1,95 @@
+"""Confirming a search by replay: the order, what is replayed, and what an estimate's error leaves open."""
+
+from pathlib import Path
+
+import pytest
+
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.confirm import DESCRIBED, ErrorBand, Ranking, Row, layout_at, opened, ranked
+from scaletrace.extrapolate.estimate import Estimate, Terms
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.search import Found, Lost
+from scaletrace.parse.build import build
+from scaletrace.parse.load import load
+
+
+def costed(layout: Layout, step_s: float) -> Estimate:
+    """An estimate that is all compute."""
+    return Estimate(layout, Terms(step_s, *[0.0] * 9), 8)
+
+
+def found(*estimates: Estimate) -> Found:
+    """The answer of a search, best first."""
+    return Found(estimates[0], tuple(Lost(item, 0.0, ()) for item in estimates[1:]), len(estimates))
+
+
+def test_replayed_layouts_come_first_in_the_order_of_their_replay(samples: Path) -> None:
+    """The measured layout is replayed beyond the number asked for; estimates alone follow, and zero is not rewritten."""
+    built = build(load(samples / "ddp_w2"))
+    state = opened(built, Layout(dp=2), Cluster.load("gloo_10g"))
+    own = state.layout
+    more = [Layout(dp=2, zero=1, mbs=own.mbs, microbatches=1, seq=own.seq),
+            Layout(fsdp=2, mbs=own.mbs, microbatches=1, seq=own.seq),
+            Layout(dp=2, recompute="full", mbs=own.mbs, microbatches=1, seq=own.seq)]  # fmt: skip
+    estimates = [
+        costed(layout, step_s) for layout, step_s in zip([*more, own], (0.001, 0.002, 0.003, 0.004), strict=True)
+    ]
+    out = ranked(found(*estimates), state, 1, own)
+    known = [row for row in out.rows if row.replayed_s is not None]
+
+    assert out.by_replay and [*known] == [*out.rows[:2]]
+    assert {more[1], own} == {row.estimate.layout for row in known}
+    assert [True] == [row.as_measured for row in known if row.estimate.layout == own]
+    assert [more[0], more[2]] == [row.estimate.layout for row in out.rows[2:]]
+    assert "not rewritten" in str(out.rows[2].why_not) and out.rows[3].why_not is None
+    assert out.band is not None and 2 == out.band.confirmed and out.band.high > out.band.low
+
+
+def test_of_equal_replays_the_measured_layout_is_first() -> None:
+    """Where nothing is gained nothing is to be changed; what differs in three digits goes by the replay."""
+    from scaletrace.extrapolate.confirm import _ordered
+
+    rows = [Row(costed(Layout(dp=8), 1.0), 2.0001), Row(costed(Layout(fsdp=8), 2.0), 2.0004, as_measured=True),
+            Row(costed(Layout(tp=8), 1.5), 1.9), Row(costed(Layout(pp=8), 0.5))]  # fmt: skip
+
+    assert ["tp", "fsdp", "dp", "pp"] == [str(row.estimate.layout).partition("=")[0] for row in _ordered(rows)]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "replayed_s", "error", "expected"),
+    [
+        (1.2, None, 0.0, True),  # may take 1.2 × 0.8 s, less than the first's 1 s
+        (1.3, None, 0.0, False),
+        (1.0, 1.004, 0.0, True),
+        (1.0, 1.1, 0.0, False),
+        (1.0, 1.1, 0.12, True),
+    ],
+)
+def test_a_layout_loses_only_beyond_the_error(
+    step_s: float, replayed_s: float | None, error: float, expected: bool
+) -> None:
+    """An estimate by the band that the replays show, a replay by the error of its stretched kernels."""
+    first, row = Row(costed(Layout(dp=8), 0.9), 1.0), Row(costed(Layout(tp=8), step_s), replayed_s, error)
+
+    assert expected == Ranking((first, row), ErrorBand(0.8, 1.5, 2)).within_error(row)
+
+
+def test_without_a_replay_the_error_is_that_of_described_jobs_or_not_known() -> None:
+    """A named model's estimates share the error that described jobs have; a capture's without replays have none."""
+    near, far = costed(Layout(tp=8), 1.1), costed(Layout(pp=8), 1.3)
+    described = ranked(found(costed(Layout(dp=8), 1.0), near, far), prior=DESCRIBED)
+    blind = ranked(found(costed(Layout(dp=8), 1.0), near, far))
+
+    assert [True, False] == [described.within_error(row) for row in described.rows[1:]]
+    assert [None, None] == [blind.within_error(row) for row in blind.rows[1:]]
+    assert ("estimate", None) == (blind.to_json_parts()["ordered_by"], blind.to_json_parts()["estimate_error"])
+
+
+def test_the_measured_layout_grows_by_its_data_axis() -> None:
+    """Shards where there are only shards, replicas elsewhere; none where the size or the batch is another."""
+    shards, mixed = Layout(fsdp=8, mbs=1, microbatches=2, seq=64), Layout(tp=2, pp=2, mbs=1, microbatches=2, seq=64)
+    sized = layout_at(mixed, 8, 4, 64)
+
+    assert Layout(fsdp=32, mbs=1, microbatches=2, seq=64) == layout_at(shards, 32, 64, 64)
+    assert sized is not None and (2, "1F1B") == (sized.dp, sized.schedule)
+    assert [None, None, None] == [layout_at(shards, *size) for size in ((12, 24, 64), (16, 16, 64), (16, 32, 128))]

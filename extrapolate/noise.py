@@ -80,7 +80,8 @@ def measure_noise(graph: Graph, dur_ns: IntArray | None = None) -> Noise:
         return Noise(PRIOR_NOISE.residual_cv, min(LARGEST_CV, spread), source=source)
     averaged = residual / np.sqrt(times.shape[1] * max(1.0, 1 / float((share**2).sum())))
     static_cv = float(np.sqrt(max(0.0, spread**2 - averaged**2)))
-    source = f"measured on {ranks} ranks, {times.shape[1]} steps, {times.shape[2]} segments"
+    counts = ((ranks, "rank"), (times.shape[1], "step"), (times.shape[2], "segment"))
+    source = f"measured on {', '.join(f'{n} {name}' + 's' * (n != 1) for n, name in counts)}"
     return Noise(min(LARGEST_CV, residual), min(LARGEST_CV, static_cv), source=source)
 
 

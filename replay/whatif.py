@@ -291,5 +291,10 @@ def latencies(graph: Graph, notes: list[str]) -> IntArray:
         slope, intercept = np.polyfit(sizes.astype(np.float64), least, 1)
         out[at] = round(float(np.clip(intercept if slope > 0 else least.min(), 0, least.min())))
     if single:
-        notes.append(f"{single} kinds of collective have one payload size: their whole transfer counts as bandwidth")
+        which = (
+            f"{single} kinds of collective have one payload size: their"
+            if single > 1
+            else ("1 kind of collective has one payload size: its")
+        )
+        notes.append(f"{which} whole transfer counts as bandwidth")
     return out

@@ -50,6 +50,13 @@ def test_one_slow_rank_is_no_sign_of_a_wide_population() -> None:
     assert measure_noise(_job(0.02, 0.01, slow_rank=2.0)).static_cv < 0.03
 
 
+def test_one_step_is_said_in_the_singular() -> None:
+    """The source is read by people."""
+    source = measure_noise(_job(0.02, 0.0, ranks=2, steps=1)).source
+
+    assert source.startswith(f"measured on 2 ranks, 1 step, {SEGMENTS} segments")
+
+
 def test_a_single_rank_leaves_the_published_prior() -> None:
     """Nothing can be said of other ranks from one."""
     assert PRIOR_NOISE == measure_noise(_job(0.02, 0.0, ranks=1))

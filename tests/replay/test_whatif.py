@@ -140,6 +140,22 @@ def test_latency_is_what_bytes_do_not_explain() -> None:
     assert 75 == whatif(graph, ["latency=0.5"]).after.makespan_ns
 
 
+def test_one_payload_is_noted_in_the_singular() -> None:
+    """A kind of collective with a single size says nothing of latency, and the note counts it as one."""
+    graph = graph_of(
+        [("nccl", NodeKind.TRANSFER, 0, 0, 10)],
+        [],
+        release={0: 0},
+        instance={0: 0},
+        groups=[GraphGroup("dp", 2, 1, 2)],
+        collectives=[GraphCollective("all_reduce", 0, 8, 8)],
+    )
+    notes: list[str] = []
+
+    assert [0] == latencies(graph, notes).tolist()
+    assert ["1 kind of collective has one payload size: its whole transfer counts as bandwidth"] == notes
+
+
 def _contended() -> Graph:
     """Five kernels of 100 alone, five of 150 beside one long transfer, which takes half as long again."""
     nodes = [("gemm", NodeKind.KERNEL, 0, 0, 100) for _ in range(5)] + [

@@ -68,7 +68,8 @@ def verdict(doc: Document) -> str:
     if len(known) == 1:
         return f"{name} takes {step} a step by replay; no other layout was replayed"
     if first.get("as_measured"):
-        return f"Fastest by replay: {name} as measured, {step} a step; {len(known) - 1} others replayed are not faster"
+        others = "the other one replayed is" if len(known) == 2 else f"{len(known) - 1} others replayed are"
+        return f"Fastest by replay: {name} as measured, {step} a step; {others} not faster"
     same = sum(row.get("within_error") is True for row in known[1:])
     own = next((row for row in known if row.get("as_measured")), None)
     gain = "" if own is None else f", {units.percent(own['behind'] / (1 + own['behind']))} less than as measured"
@@ -79,12 +80,12 @@ def verdict(doc: Document) -> str:
 def _batch(doc: Document) -> str:
     """The global batch that all layouts share."""
     batch = doc["global_batch"]
-    each = f"{units.number(batch['samples_per_gpu'])} samples a GPU"
+    each = f"{units.number(batch['samples_per_gpu'])} a GPU"
     why = {"--batch": f"as asked ({each})", "measured": f"{each} as measured"}.get(
         batch["source"], f"{each} by default"
     )
     samples, length = units.number(batch["samples"]), units.number(batch["tokens_per_sample"])
-    return f"Global batch {samples} samples of {length} tokens: {why}"
+    return f"Global batch {samples} sample{'s'[: batch['samples'] != 1]} of {length} tokens: {why}"
 
 
 def _legend(doc: Document, rows: Sequence[Document]) -> list[str]:

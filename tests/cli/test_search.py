@@ -142,7 +142,7 @@ def test_the_global_batch_is_stated(samples: Path) -> None:
 
     assert ("measured", 8 * kept["samples_per_gpu"]) == (kept["source"], kept["samples"])
     assert ("--batch", 64, 64 * asked["tokens_per_sample"]) == (asked["source"], asked["samples"], asked["tokens"])
-    assert "Global batch 64 samples of" in text and "as asked (8 samples a GPU)" in text
+    assert "Global batch 64 samples of" in text and "as asked (8 a GPU)" in text
 
 
 def test_throughput_mfu_and_cost_follow_the_step() -> None:

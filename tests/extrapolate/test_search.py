@@ -152,5 +152,5 @@ def test_a_model_is_read_from_a_recorded_jobs_shapes(shared_data: Path) -> None:
 def test_a_job_without_layers_is_refused_with_the_remedy(shared_data: Path) -> None:
     """A recommendation model is no stack of layers, and the message says so and what to do."""
     built = build_graph(load(shared_data / "traces" / "dlrm8_v100"))
-    with pytest.raises(InputError, match="no layers were found: no stretch that repeats .* or name a model"):
+    with pytest.raises(InputError, match=r"no layers were found: no stretch that repeats .* or name a model"):
         infer_model(built, dissect(built), Layout(dp=8))

@@ -80,7 +80,7 @@ def test_the_headline_names_the_winner_by_replay() -> None:
     assert (
         "Fastest by replay: dp=8, 4 s a step, 20.0 % less than as measured, of 3 layouts replayed; 1 within its error"
     ) == verdict(doc)
-    assert "Fastest by replay: fsdp=8 as measured, 4 s a step; 1 others replayed are not faster" == verdict(kept)
+    assert "Fastest by replay: fsdp=8 as measured, 4 s a step; the other one replayed is not faster" == verdict(kept)
     assert "dp=8 takes 4 s a step by replay; no other layout was replayed" == verdict(alone)
     assert "*3 fsdp=8" in "\n".join(shown(doc))
 

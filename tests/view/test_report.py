@@ -349,6 +349,19 @@ def test_the_best_layouts_are_split_into_their_terms(tmp_path: Path) -> None:
     assert "expert" not in text.split("Provenance")[0]
 
 
+def test_a_layout_found_by_replay_is_said_with_its_replayed_step(tmp_path: Path) -> None:
+    """The step of the headline is the one that the order rests on, and a next one that may be as fast is not behind."""
+    best = {"layout": {"dp": 8}, "step_time_s": 0.9, "rewritten_step_time_s": 1.1, "terms_s": {"compute": 0.9}}
+    near = {"layout": {"tp": 8}, "step_time_s": 1.0, "terms_s": {"compute": 1.0}, "behind": -0.09, "within_error": True}
+    answer = {"schema": "scaletrace.search/1", "gpus": 8, "best": best, "next": [near]}
+    text = write_report(tmp_path / "r.html", [answer]).path.read_text(encoding="utf-8")
+
+    assert (
+        "At 8 GPUs dp=8 is fastest with 1.10 s a step by replay of the measured graph; the next layout may be" in text
+    )
+    assert "-9" not in text.split("is fastest with")[1].split("</p>")[0]
+
+
 def test_records_by_name_and_nested_lists_are_shown(tmp_path: Path) -> None:
     """What no plot draws still stands on the page: clocks by rank, lists inside groups of values."""
     answer = {

@@ -27,6 +27,7 @@ from scaletrace.extrapolate.rewrite.cp import spread_context
 from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.rewrite.depth import resize_hidden, resize_layers
 from scaletrace.extrapolate.rewrite.ep import spread_experts
+from scaletrace.extrapolate.rewrite.gradients import trains, with_gradients, without_gradients
 from scaletrace.extrapolate.rewrite.precision import reduce_gradients
 from scaletrace.extrapolate.rewrite.replicas import LANE, replicate
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence
@@ -160,10 +161,24 @@ def _data(state: State, target: Layout) -> State:
     Replicas of a job that only shards are made of the resized shards: each scattered gradient is reduced over them.
     """
     old = state.layout
+    if target.fsdp > old.fsdp == 1 and trains(state.anatomy) and not _shards(state):
+        raise UsageError(
+            f"layout {target}: the trace shows no sharded parameters; record the job under FSDP, or use dp"
+        )
+    if target.data_ranks > 1 and old.data_ranks == 1:
+        state = with_gradients(state)
+    if target.data_ranks == 1 < old.data_ranks:
+        return without_gradients(_resized(state, target))
     if old.dp == 1 and target.dp > 1 and old.fsdp > 1 and target.fsdp > 1:
         shards = _resized(state, replace(target, dp=1))
         return _resized(_replicated(shards), target)
     return _resized(state, target)
+
+
+def _shards(state: State) -> bool:
+    """Whether the job gathers parameters, were it over one rank."""
+    graph = state.graph
+    return any(item.group >= 0 and graph.groups[item.group].axis == "fsdp" for item in graph.collectives)
 
 
 def _resized(state: State, target: Layout) -> State:

@@ -90,14 +90,14 @@ def _recorded(path: str, built: Built) -> dict[str, Any]:
     job = built.job
     found = describe(job)
     parts = {key: found[key] for key in _RECORDED}
+    parts["memory"] = {key: value for key, value in parts["memory"].items() if value is not None}
     try:
         base = prepare(built)
         point = evaluate(base, base.ranks, Options()).to_json()
-        parts["at_measured_size"] = {
-            key: point["unknown"].get(key) if point[key] is None else point[key] for key in _MEASURED
-        }
+        parts["at_measured_size"] = {key: point[key] for key in _MEASURED if point[key] is not None}
+        parts["not_known"] = {key: point["unknown"].get(key) for key in _MEASURED if point[key] is None}
     except ScaletraceError as error:
-        parts["at_measured_size"] = {"unknown": str(error)}
+        parts["not_known"] = {"measured size": str(error)}
     return document("scaletrace.inspect/1", path, job.health.to_json(), **parts)
 
 

@@ -66,7 +66,9 @@ class Footprint:
         """(bytes at the peak of the rank that needs most, "") under `layout`, or (None, the reason)."""
         if not self.on_device:
             return None, "the job ran on CPUs; what a host holds beside it is not modelled"
-        target = layout.over(self.layout)
+        # The measured schedule suits its own number of chunks; another number takes the usual schedule for it.
+        same = bool(layout.schedule) or layout.chunks == self.layout.chunks
+        target = layout.over(self.layout if same else replace(self.layout, schedule=""))
         if self.measured_bytes:
             return self._from_peak(target)
         if self.model is None:

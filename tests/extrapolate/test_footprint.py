@@ -109,3 +109,12 @@ def test_public_jobs_have_memory_or_a_reason(shared_data: Path) -> None:
     value, reason = known.at(known.layout)
     assert reason or 1e9 < (value or 0) < 80e9
     assert "profile_memory=True" in unknown.at(unknown.layout)[1]
+
+
+def test_another_number_of_chunks_takes_its_own_schedule() -> None:
+    """A recorded 1F1B says nothing of a pipeline with two chunks a rank, and does not forbid it."""
+    measured = Layout(pp=2, dp=2, mbs=1, microbatches=8, seq=1024, schedule="1F1B")
+    asked = replace(measured, chunks=2, schedule="")
+    found, reason = Footprint(measured, STATES, 0.0, GPT).at(asked)
+
+    assert (True, "") == (found is not None, reason)

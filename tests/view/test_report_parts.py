@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from scaletrace.view.report import curve
+from pathlib import Path
+
+from scaletrace.view.report import curve, page
 from scaletrace.view.report.recorded import layers
 from tests.view.answers import curve_answer
 
@@ -31,3 +33,10 @@ def test_layers_are_a_table_or_the_reason_why_there_are_none() -> None:
     assert "found by repeated kernels" in table and ">6.79 ms<" in table and ">69.0 %<" in table and ">–<" in table
     assert "No layers were found: &lt;one&gt; layer" in reason
     assert [] == layers({"points": []})
+
+
+def test_long_inputs_wrap_in_the_table_of_origins() -> None:
+    """A path has no space to break at, so its cells may break anywhere and the table keeps to the page."""
+    style = (Path(page.__file__).parent / "style.css").read_text(encoding="utf-8")
+
+    assert "#origins td:not(.n) { white-space: normal; overflow-wrap: anywhere;" in style

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from scaletrace.errors import InputError, UsageError
 from scaletrace.extrapolate import cautions, overlap
-from scaletrace.extrapolate.anatomy import dissect
+from scaletrace.extrapolate.anatomy import Anatomy, dissect
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.compute import compute_nodes
@@ -29,6 +29,7 @@ from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.buckets import rebucket
 from scaletrace.extrapolate.rewrite.data import Shape
 from scaletrace.extrapolate.rewrite.device import move
+from scaletrace.extrapolate.rewrite.gradients import reduces_gradients, trains, with_gradients, woven_gradients
 from scaletrace.extrapolate.rewrite.replicas import replicate
 from scaletrace.extrapolate.rewrite.select import keep_nodes, real_ranks
 from scaletrace.extrapolate.rewrite.state import State, open_state
@@ -238,11 +239,13 @@ def prepare(
     )  # fmt: skip
     if asked is not None:
         _check_sharding(graph, asked, layout)
-    cautions.data_axis(graph, health)
     cautions.straggler(replay(built.graph), health)
     copies = shard_copies(built)
     if not (strong or measured.moves_compute or (asked is not None and _other_axes(asked, layout))):
-        return _assembled(measured, graph, _Marks(anatomy.phase == Phase.OPTIMIZER, copies, None), layout, 0.0)
+        marks = _Marks(anatomy.phase == Phase.OPTIMIZER, copies, None)
+        graph, marks = _with_gradients(graph, marks, anatomy, footprint, health)
+        cautions.data_axis(graph, health)
+        return _assembled(measured, graph, marks, layout, 0.0)
     return _with_state(measured, replace(built, graph=graph), copies)
 
 
@@ -260,6 +263,11 @@ def _with_state(measured: _Measured, built: Built, copies: ShardCopies) -> Base:
         state = relayout(state, _on_measured_ranks(asked.layout.over(state.layout), old))
     if measured.moves_compute:
         state = replace(move(state, Ceilings.of(cluster.device)), error=float(np.hypot(state.error, DEVICE_ERROR)))
+    try:
+        state = with_gradients(state)
+    except UsageError as error:
+        measured.health.note(f"Data ranks beyond the measured ones cost nothing here: {error}.")
+    cautions.data_axis(state.graph, measured.health)
     measured.health.add(state.health)
     by_row = copies.by_row(built.graph)
 
@@ -424,6 +432,24 @@ def _work_ratio(measured: _Measured, layout: Layout) -> float:
 def _has_replicas(graph: Graph) -> bool:
     """Whether a collective of the dp axis was recorded, were it over one rank (HSDP with a single replica)."""
     return any(item.group >= 0 and graph.groups[item.group].axis == "dp" for item in graph.collectives)
+
+
+def _with_gradients(
+    graph: Graph, marks: _Marks, anatomy: Anatomy, footprint: Footprint, health: Health
+) -> tuple[Graph, _Marks]:
+    """The graph with all-reduces of gradients over one data rank, where the job is trained, has none and shows its
+    weights; and the marks of it. More data ranks make them cost something."""
+    if reduces_gradients(graph, footprint.layout) or not trains(anatomy):
+        return graph, marks
+    try:
+        woven = woven_gradients(graph, anatomy, footprint.layout, footprint.states.gradient)
+    except UsageError:  # the caution says what is missing
+        return graph, marks
+    health.guessed["all-reduces inserted for gradients, since the job has no data axis"] = len(
+        woven.graph.collectives
+    ) - len(graph.collectives)
+    out = replace(woven.graph, multiplicity=graph.multiplicity)
+    return out, marks.moved(woven.origin)
 
 
 def _with_replicas(graph: Graph, marks: _Marks, health: Health) -> tuple[Graph, _Marks]:

@@ -10,6 +10,7 @@ from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.costs import FAMILY
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
 from scaletrace.extrapolate.operators import BACKWARD
+from scaletrace.extrapolate.rewrite.gradients import SCALAR_BYTES
 from scaletrace.parse.graph import Graph
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
@@ -54,8 +55,13 @@ def straggler(timeline: Timeline, health: Health) -> None:
 
 
 def has_data_axis(graph: Graph) -> bool:
-    """Whether any collective of the job belongs to a data axis, so that growing it costs something."""
-    found = {axis_of(graph.groups[item.group].axis) for item in graph.collectives if item.group >= 0}
+    """Whether any collective of the job belongs to a data axis, so that growing it costs something; a
+    loss that is averaged does not."""
+    found = {
+        axis_of(graph.groups[item.group].axis)
+        for item in graph.collectives
+        if item.group >= 0 and not 0 <= max(item.bytes_in, item.bytes_out) <= SCALAR_BYTES
+    }
     return bool(found & set(DATA_AXES))
 
 

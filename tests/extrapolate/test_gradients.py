@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from scaletrace.errors import UsageError
+from scaletrace.extrapolate.cautions import has_data_axis
 from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.curve import extrapolate
+from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
@@ -18,7 +21,7 @@ from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.gradients import LANE, reduces_gradients, with_gradients
 from scaletrace.extrapolate.rewrite.state import State, open_state
 from scaletrace.parse.build import build
-from scaletrace.parse.graph import NodeKind
+from scaletrace.parse.graph import GraphGroup, NodeKind
 from scaletrace.parse.load import load
 from scaletrace.replay.engine import replay
 
@@ -94,3 +97,22 @@ def test_shards_are_not_made_of_whole_parameters(shared_data: Path) -> None:
     """A job that gathers no parameters can't be rewritten for FSDP."""
     with pytest.raises(UsageError, match="shows no sharded parameters"):
         relayout(opened(shared_data / "gloo" / "tp_w1", "dp=1"), Layout(fsdp=8))
+
+
+def test_more_ranks_of_a_job_without_a_data_axis_cost_something(shared_data: Path) -> None:
+    """A curve grows its data axis by inserted reductions, and the measured size stays as measured."""
+    curve = extrapolate(load(shared_data / "gloo" / "tp_w1"), sizes=[1, 64])
+    one, many = curve.points
+
+    assert one.p50_s == pytest.approx(curve.base.fit.replayed_s)
+    assert many.p50_s > 1.05 * one.p50_s and many.exposed_by_axis["dp"] > 0
+
+
+def test_a_loss_averaged_over_all_ranks_is_no_data_axis() -> None:
+    """A scalar over the world of a pipeline reduces no gradients; a bucket does."""
+    draft = Draft(groups=[GraphGroup("world", 4, 1)])
+    draft.collective("all_reduce", 0, 4, [(0, []), (1, [])])
+    scalar = draft.graph()
+    draft.collective("all_reduce", 0, 4000, [(0, []), (1, [])])
+
+    assert not has_data_axis(scalar) and has_data_axis(draft.graph())

@@ -188,7 +188,7 @@ def test_a_pipeline_laid_anew_keeps_its_messages_and_its_fill(shared_data: Path)
     measured, doubled = curve.points
 
     assert 5 / 7 == pytest.approx(doubled.p50_s / measured.p50_s, rel=0.1)
-    assert "data axis" in doubled.unknown["step_time_band"] and "step_time_band" not in measured.unknown
+    assert "step_time_band" not in doubled.unknown and "dp" in doubled.exposed_by_axis
 
 
 def test_more_than_linear_scaling_is_remarked_on_and_its_band_reaches_linear(samples: Path) -> None:

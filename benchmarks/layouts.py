@@ -7,8 +7,7 @@
 
 A layer is two matrices with a delay between them that stands for a GPU kernel: it holds the rank for a time in
 proportion to its elements without using the CPU, so that four ranks fit on two cores. Ranks run in real time, as each
-stands for a host with cores of its own; how long they still waited for a core is measured, and where that is more than
-a twentieth of the step the run is no truth about four hosts. The network's costs come from all-reduces between two ranks
+stands for a host with cores of its own; how long they still waited for a core is measured and shown. The network's costs come from all-reduces between two ranks
 on the same links, measured beforehand; no constant is fitted to a predicted run.
 """
 
@@ -35,6 +34,7 @@ if not __package__:  # run as a script
 
 from benchmarks.cluster.network import Network as Namespaces
 from benchmarks.cluster.network import Spec, why_not
+from benchmarks.cluster.priority import urgent
 from benchmarks.common import table, write_result
 from scaletrace.extrapolate.calibrate import Evidence
 
@@ -93,8 +93,8 @@ CASES = (
 )
 """Recorded and predicted. The second and third pair move 64 kB at a time; the third leaves the CPU so much to do
 between two collectives that four ranks queue for two cores. The last pair spends a fifth of its time on messages."""
-FIT = 0.05
-"""A run whose ranks waited longer than this share of a step for a core says nothing about hosts with their own."""
+QUEUED = 0.05
+"""A run whose ranks waited longer than this share of a step for a core says little about hosts with their own."""
 
 
 def rank_main(arguments: list[str], out: Path) -> None:
@@ -157,13 +157,6 @@ def network_main(out: Path) -> None:
     (out / f"network_{dist.get_rank()}.json").write_text(json.dumps(seconds))
     dist.barrier()
     os._exit(0)
-
-
-def urgent() -> None:
-    """Let this rank's threads run as soon as they can, those of the network first: each rank stands for a host with
-    cores of its own, which would not wait for a time slice behind another rank or another program of this machine."""
-    for thread in map(int, os.listdir("/proc/self/task")):
-        os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(1 if thread == os.getpid() else 2))
 
 
 def _layer(ns: int, inner: int) -> Any:
@@ -409,11 +402,11 @@ def compared(
     error = predicted / truth.step_s - 1
     holds = abs(error) <= GATE
     waited = (truth.waited_s or 0.0) / truth.step_s
-    verdict = "holds" if holds else "no truth: its ranks queued for the cores" if waited > FIT else "MISSED"
+    verdict = "holds" if holds else "MISSED" + ("; its ranks queued for cores" if waited > QUEUED else "")
     return [
         base.layout(), f"{ground.step_s:.4f}", f"{replayed:.4f}", target.layout(), f"{truth.step_s:.4f}",
         f"{truth.spread:.1%}", "" if truth.waited_s is None else f"{truth.waited_s / truth.step_s:.1%}", f"{predicted:.4f}", f"{error:+.1%}", verdict,
-    ], verdict != "MISSED"  # fmt: skip
+    ], holds  # fmt: skip
 
 
 def main() -> int:

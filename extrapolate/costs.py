@@ -72,6 +72,7 @@ class Fit:
             local_s=term.local_s * self.local,
             remote_s=term.remote_s * self.remote,
             wire_s=term.wire_s * self.wire,
+            last_s=term.last_s * self.wire,
         )
 
 
@@ -129,7 +130,7 @@ UNSEEN_TIER_ERROR = 0.10
 class Cost:
     """Seconds of one collective, split into latency and bytes, with algorithm, origin and relative error (1 sigma).
 
-    uneven  its members end at different times (nccl.Term)
+    last_s  what the last member takes beyond the others, a part of `seconds` (nccl.Term)
     """
 
     seconds: float
@@ -138,7 +139,7 @@ class Cost:
     algorithm: str
     provenance: Provenance
     rel_error: float
-    uneven: bool = False
+    last_s: float = 0.0
 
 
 def collective_seconds(
@@ -188,7 +189,8 @@ def placed_seconds(
         if floor.seconds > term.seconds:
             return replace(floor, provenance=Provenance.PRIOR, rel_error=max(floor.rel_error, _prior_error(cluster)))
     origin, error = _origin(fit, size_bytes, placed, cluster)
-    return Cost(term.seconds, term.local_s + term.remote_s, term.wire_s, term.algorithm, origin, error, term.uneven)
+    seconds, wire_s = term.seconds + term.last_s, term.wire_s + term.last_s
+    return Cost(seconds, term.local_s + term.remote_s, wire_s, term.algorithm, origin, error, term.last_s)
 
 
 NOT_TREE = "not tree"

@@ -12,6 +12,9 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.cluster import Cluster, Placement
 from scaletrace.extrapolate.nccl import Term
 
+QUEUED_BYTES = 128 << 10
+"""What Linux lets one connection put into the queue of a link: two segments of 64 kB (TCP small queues)."""
+
 
 def _hop_s(cluster: Cluster, placed: Placement) -> float:
     """Latency of the slowest hop that a step of the ring takes: all its hops run at once."""
@@ -29,11 +32,11 @@ def ring_rate_Bps(cluster: Cluster, placed: Placement) -> float:
 
 
 def _split(
-    cluster: Cluster, placed: Placement, steps: float, wire_s: float, algorithm: str, uneven: bool = False
+    cluster: Cluster, placed: Placement, steps: float, wire_s: float, algorithm: str, last_s: float = 0.0
 ) -> Term:
     latency = steps * _hop_s(cluster, placed)
     inside = placed.top == 0
-    return Term(algorithm, "tcp", latency if inside else 0.0, 0.0 if inside else latency, wire_s, uneven)
+    return Term(algorithm, "tcp", latency if inside else 0.0, 0.0 if inside else latency, wire_s, last_s)
 
 
 def candidates(kind: str, size_bytes: float, placed: Placement, cluster: Cluster) -> list[Term]:
@@ -45,11 +48,12 @@ def candidates(kind: str, size_bytes: float, placed: Placement, cluster: Cluster
     if kind in ("all_reduce", "reduce_scatter"):
         return [_split(cluster, placed, 2 * (n - 1), 2 * size_bytes * (n - 1) / n / rate, "ring")]
     if kind == "all_gather":
-        # Shards travel in halves, each sent once its receiver has announced that it is ready. Two ranks have one
-        # connection for both directions of both, so that an announcement stands behind the half that was just sent:
-        # the rank that came later ends half a shard after the other.
-        halves = 3 if n == 2 else 2 * (n - 1)
-        return [_split(cluster, placed, n - 1, size_bytes * halves / (2 * n) / rate, "ring", uneven=n == 2)]
+        # Shards travel in halves, each sent once its receiver has announced that it is ready. The rank that comes last
+        # sends at once, as its neighbour is ready, and its own announcement stands behind what it sends: behind half a
+        # shard on the one connection that two ranks have, else behind what the host has queued for its link.
+        half = size_bytes / (2 * n)
+        behind = half if n == 2 else min(half, QUEUED_BYTES)
+        return [_split(cluster, placed, n - 1, size_bytes * (n - 1) / n / rate, "ring", behind / rate)]
     if kind in ("broadcast", "reduce"):
         rounds = math.ceil(math.log2(n))
         return [_split(cluster, placed, rounds, rounds * size_bytes / rate, "binomial")]

@@ -24,7 +24,7 @@ class Term:
     local_s   base latency and hops inside the innermost domain
     remote_s  hops across the network
     wire_s    bytes over bandwidth
-    uneven    its members end at different times, the last after all of it; else they end together
+    last_s    what the last member to end takes beside that; 0 where all end together
     """
 
     algorithm: str
@@ -32,7 +32,7 @@ class Term:
     local_s: float
     remote_s: float
     wire_s: float
-    uneven: bool = False
+    last_s: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -117,7 +117,12 @@ def serialised(graph: Graph) -> Graph:
 
 
 def transfer_by_instance(graph: Graph, dur_ns: IntArray) -> Floats:
-    """Median transfer of each collective's members in ns, NaN without a member; float64[len(collectives)]."""
+    """Transfer of each collective in ns, NaN without a member; float64[len(collectives)].
+
+    The median of members on devices, which end together; of those on hosts the shortest, as they end one after another
+    and what the last ones wait beside the transfer depends on how they arrived.
+    """
+    device = np.array([lane.is_device for lane in graph.lanes] + [False], np.bool_)
     out = np.full(len(graph.collectives), np.nan)
     nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0))
     if not len(nodes):
@@ -125,8 +130,9 @@ def transfer_by_instance(graph: Graph, dur_ns: IntArray) -> Floats:
     order = nodes[np.argsort(graph.instance[nodes], kind="stable")]
     instance = graph.instance[order]
     found, first = np.unique(instance, return_index=True)
-    for at, members in zip(found.tolist(), np.split(dur_ns[order], first[1:]), strict=True):
-        out[at] = np.median(members)
+    for at, members in zip(found.tolist(), np.split(order, first[1:]), strict=True):
+        each = dur_ns[members]
+        out[at] = np.median(each) if device[graph.lane[members]].all() else each.min()
     return out
 
 
@@ -262,6 +268,11 @@ def rescale(
         return cache[key]
 
     ratio, absolute = np.ones(len(new.collectives)), np.zeros(len(new.collectives))
+    grown = any(
+        now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size
+        for was, now in zip(old.collectives, new.collectives, strict=True)
+        if was.group >= 0
+    )
     moving, evens_out = np.ones(len(new.collectives)), np.zeros(len(new.collectives), np.bool_)
     costs: list[Cost | None] = []
     for at, (was, now) in enumerate(zip(old.collectives, new.collectives, strict=True)):
@@ -278,7 +289,9 @@ def rescale(
         )
         if before.seconds > 0:
             ratio[at] = after.seconds / before.seconds
-            evens_out[at] = before.uneven and not after.uneven
+            evens_out[at] = before.last_s > 0 and (grown or before.seconds != after.seconds)
+            if evens_out[at]:
+                ratio[at] = after.seconds / (before.seconds - before.last_s)
             if now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size:
                 # More ranks never make the same bytes faster; only a prior beyond a slow measured tier would say so.
                 ratio[at] = max(1.0, ratio[at])
@@ -289,9 +302,12 @@ def rescale(
     instance = new.instance[nodes]
     changed = (ratio[instance] != 1.0) | (absolute[instance] != 0.0) | evens_out[instance]
     nodes, instance = nodes[changed], instance[changed]
-    longest = np.zeros(len(new.collectives), np.int64)
-    np.maximum.at(longest, instance, dur_ns[nodes])
-    was_ns = np.where(evens_out[instance], longest[instance], dur_ns[nodes])
+    # Where members end one after another, which of them is last differs elsewhere: all take as long as the last one
+    # there, in proportion to the one that had nothing to wait for here. So it is in groups that stay as they are, once
+    # the job has more ranks: two alone may arrive together and have nothing to wait for, two of many hardly do.
+    shortest = np.full(len(new.collectives), np.iinfo(np.int64).max)
+    np.minimum.at(shortest, instance, dur_ns[nodes])
+    was_ns = np.where(evens_out[instance], shortest[instance], dur_ns[nodes])
     out[nodes] = np.round(was_ns * ratio[instance] + absolute[instance]).astype(np.int64)
     return Scaled(out, tuple(costs), moving)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-MTU, BURST, LATENCY = 9000, "32kb", "400ms"
+MTU, BURST, LATENCY = 9000, "10kb", "400ms"
 CPU_GROUP = Path("/sys/fs/cgroup/cpu/tscluster")
 PERIOD_US = 10_000
 

@@ -37,14 +37,12 @@ PAYLOAD = 0.985
 
 
 NOTES = """Measured without a profiler, each step as its slowest rank's; captures of 2 ranks hold 5 steps, of which 4 count.
+Ranks run in real time, links let 10 kB through at once where they were idle.
 
-Two errors of the FSDP2 and HSDP predictions cancel here, as their captures show transfer by transfer. A link's bucket of
-32 kB lets a transfer that finds it idle save 5 ms (at 50 Mbit/s) whatever its size, which is scaled with its time. And
-gloo gathers over two ranks in three half shards, since each rank announces what it can take behind the half that it
-sends; rings of more need no extra half. With both in the cost model the transfers of 4 and 8 ranks come out within 5 %
-(gathers 2,212 for 2,310 ms and scatters 2,384 for 2,389 ms of five steps at 4 ranks), but steps 4 to 6 % short at 8,
-where eight ranks on two cores arrive further apart than two. On links with buckets of 10 kB (one run, busy machine)
-FSDP2 at 4 ranks is predicted 20 % too long."""
+No number is fitted to 4 or 8 ranks. That the last rank of a gather takes half a shard longer, since gloo's announcement
+stands behind what the rank itself sends, was found in the captures of 4 and 8 (gathers of two ranks take 20 or 30 ms,
+by whether the two arrive together; of four, 31 to 35). On links that let 32 kB through, with ranks in time slices, the same
+model predicts an earlier run of all ten within 5 %, but FSDP2 at 8 ranks, which comes out 5.3 and 7.9 % short."""
 
 
 @dataclass(frozen=True, slots=True)

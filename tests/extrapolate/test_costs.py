@@ -89,12 +89,17 @@ def test_gloo_rings_move_twice_the_vector_over_one_link() -> None:
     assert cost.seconds == collective_seconds("reduce_scatter", 4 * MIB, 4, ETHERNET).seconds
 
 
-def test_gloos_all_gather_over_two_ranks_takes_half_a_shard_more() -> None:
-    """Two ranks announce and send over one connection: three halves of a shard, where larger rings send n - 1 shards."""
-    two, four = (collective_seconds("all_gather", 4 * MIB, n, ETHERNET) for n in (2, 4))
+def test_gloos_last_rank_announces_behind_what_it_sends() -> None:
+    """Half a shard more on the one connection of two ranks; of larger rings at most what a host queues, 128 KiB."""
+    two, small, large = (
+        collective_seconds("all_gather", size, n, ETHERNET) for size, n in ((4 * MIB, 2), (MIB // 4, 4), (64 * MIB, 4))
+    )
+    rate = 0.125e9 * 0.94
 
-    assert pytest.approx(0.75 * 4 * MIB / (0.125e9 * 0.94)) == two.beta_s == pytest.approx(four.beta_s)
-    assert (True, False) == (two.uneven, four.uneven)
+    assert pytest.approx(0.75 * 4 * MIB / rate) == two.beta_s
+    assert pytest.approx(0.875 * MIB / 4 / rate) == small.beta_s
+    assert pytest.approx((0.75 * 64 * MIB + MIB / 8) / rate) == large.beta_s
+    assert pytest.approx(MIB / rate) == two.last_s
 
 
 def test_one_rank_costs_nothing_and_an_unknown_kind_is_refused() -> None:

@@ -110,16 +110,30 @@ def test_measured_times_are_multiplied_by_a_ratio_of_costs() -> None:
 
 
 def test_a_larger_ring_takes_as_long_as_the_last_of_two_ranks() -> None:
-    """Over gloo one of two ranks ends half a shard before the other, but all ranks of a larger ring end together."""
+    """Over gloo ranks end one after another, so that another ring follows from the one that waited for none."""
     graph = _job([0], [GraphCollective("all_gather", 0, 1 << 20, 1 << 21)], [GraphGroup("fsdp", 2, 1)])
     moves = graph.kind == NodeKind.TRANSFER
     graph.dur_ns[moves] = (20_000_000, 30_000_000)
     new = resize(graph, Layout(fsdp=2), Layout(fsdp=4))
-    two, four = (collective_seconds("all_gather", 2 << 20, n, ETHERNET).seconds for n in (2, 4))
+    two, four = (collective_seconds("all_gather", 2 << 20, n, ETHERNET) for n in (2, 4))
     change = rescale(graph, new, graph.dur_ns, ETHERNET, None)
 
-    assert [pytest.approx(30e6 * four / two, rel=1e-6)] * 2 == change.dur_ns[moves].tolist()
+    assert [pytest.approx(20e6 * four.seconds / (two.seconds - two.last_s), rel=1e-6)] * 2 == change.dur_ns[
+        moves
+    ].tolist()
     assert [20_000_000, 30_000_000] == rescale(graph, graph, graph.dur_ns, ETHERNET, None).dur_ns[moves].tolist()
+
+
+def test_in_a_larger_job_no_two_ranks_arrive_together() -> None:
+    """A gather whose two ranks met at once takes the last rank's time too, once another group has more ranks."""
+    gather = GraphCollective("all_gather", 0, 1 << 20, 1 << 21)
+    groups = [GraphGroup("fsdp", 2, 1), GraphGroup("dp", 2, 2)]
+    graph = _job([20_000_000, 50_000_000], [gather, GraphCollective("all_reduce", 1, 1 << 20, 1 << 20)], groups)
+    new = resize(graph, Layout(dp=2, fsdp=2), Layout(dp=4, fsdp=2))
+    two = collective_seconds("all_gather", 2 << 20, 2, ETHERNET)
+    moved = rescale(graph, new, graph.dur_ns, ETHERNET, None).dur_ns[graph.kind == NodeKind.TRANSFER]
+
+    assert [pytest.approx(20e6 * two.seconds / (two.seconds - two.last_s), rel=1e-6)] * 2 == moved[:2].tolist()
 
 
 def test_a_group_of_one_gets_the_models_own_time() -> None:

@@ -388,7 +388,7 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
         found=measured.found,
         compute_moved=measured.moves_compute,
         tokens_per_step=tokens * work if tokens else None,
-        flop_per_step=flop * work if flop else None,
+        flop_per_step=flop * work * _depth_ratio(measured, layout) or None if flop else None,
         flop_counted=not told,
         rebuilt=_rebuilt(measured, layout, error),
         model_error=error,
@@ -427,6 +427,16 @@ def _work_ratio(measured: _Measured, layout: Layout) -> float:
         * (now.seq or was.seq)
         / (was.mbs * (was.microbatches or 1) * was.seq)
     )
+
+
+def _depth_ratio(measured: _Measured, layout: Layout) -> float:
+    """How much more FLOP a sample takes at the depth that is asked for; 0 where that is not known."""
+    model = measured.footprint.model
+    if not (layout.layers or layout.hidden):
+        return 1.0
+    if model is None or (layout.hidden or model.hidden) != model.hidden:
+        return 0.0
+    return replace(model, layers=layout.layers or model.layers).step_flop(1.0) / model.step_flop(1.0)
 
 
 def _has_replicas(graph: Graph) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from scaletrace.extrapolate.calibrate import Evidence
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.costs import FAMILY
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
 from scaletrace.extrapolate.operators import BACKWARD
 from scaletrace.extrapolate.rewrite.gradients import SCALAR_BYTES
-from scaletrace.parse.graph import Graph
+from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
 from scaletrace.replay.stragglers import stragglers
@@ -55,14 +57,29 @@ def straggler(timeline: Timeline, health: Health) -> None:
 
 
 def has_data_axis(graph: Graph) -> bool:
-    """Whether any collective of the job belongs to a data axis, so that growing it costs something; a
-    loss that is averaged does not."""
+    """Whether any collective of the job belongs to a data axis, so that growing it costs something.
+
+    A loss that is averaged does not, nor does what a lone rank sends to itself while nothing waits for it: where it would
+    be waited for among more ranks was not seen.
+    """
+    awaited = _awaited(graph)
     found = {
         axis_of(graph.groups[item.group].axis)
-        for item in graph.collectives
-        if item.group >= 0 and not 0 <= max(item.bytes_in, item.bytes_out) <= SCALAR_BYTES
+        for at, item in enumerate(graph.collectives)
+        if item.group >= 0
+        and not 0 <= max(item.bytes_in, item.bytes_out) <= SCALAR_BYTES
+        and (graph.groups[item.group].size > 1 or at in awaited)
     }
     return bool(found & set(DATA_AXES))
+
+
+def _awaited(graph: Graph) -> set[int]:
+    """Collectives whose end decides when other work may start."""
+    of = np.repeat(np.arange(len(graph)), np.diff(graph.pred_ptr))
+    moves = graph.kind == NodeKind.TRANSFER
+    work = np.isin(graph.kind[of], (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.WAIT, NodeKind.KERNEL, NodeKind.COPY))
+    kept = moves[graph.pred] & work
+    return set(np.unique(graph.instance[graph.pred[kept]]).tolist())
 
 
 def data_axis(graph: Graph, health: Health) -> None:
@@ -72,8 +89,8 @@ def data_axis(graph: Graph, health: Health) -> None:
         health.guessed["collectives of a kind without a cost model, which keep their measured time"] += unmodelled
     if not has_data_axis(graph):
         health.note(
-            "The trace holds no collective of a data axis, so more data-parallel ranks cost nothing here; "
-            "record the job with at least two of them to have gradients synchronised."
+            "The trace holds no collective of a data axis that work waits for, so more data-parallel ranks cost nothing "
+            "here; record the job with at least two of them to have gradients synchronised."
         )
 
 

@@ -275,7 +275,9 @@ def core(base: Base, gpus: int, options: Options) -> Core:
     step_s, ideal_s = _step_s(graph, timeline), _step_s(graph, done.ideal)
     if options.weak and gpus > base.ranks and not base.rebuilt:
         # More ranks never help under weak scaling; only less intense transfers beside compute would say so.
-        step_s = max(step_s, base.step_s)
+        lifted_s = max(0.0, base.step_s - step_s)
+        step_s, ideal_s = step_s + lifted_s, ideal_s + lifted_s
+    ideal_s = min(ideal_s, step_s)
     all_steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
     lost_s = straggler_s(done.base, graph, gpus, done.scaled.dur_ns, all_steps)
     part = shares(graph, timeline.start_ns, timeline.end_ns, done.base.plan)
@@ -333,7 +335,7 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
 
 
 NO_TOKENS = "tokens of a step are not known; give --tokens"
-NO_FLOP = "FLOP of a step are not known: record shapes (record_shapes=True), or give --flop"
+NO_FLOP = "FLOP of a step are not known: record shapes (record_shapes=True), or give --flop; those of another width are not worked out"
 
 
 def _beside(

@@ -304,3 +304,28 @@ def test_other_micro_batches_are_made_before_stretching(samples: Path) -> None:
 
     assert ("measured", "extrapolated") == (measured.provenance["compute"], doubled.provenance["compute"])
     assert measured.p50_s < doubled.p50_s
+
+
+def test_free_overlap_never_costs_more_than_the_step(shared_data: Path) -> None:
+    """A step that is lifted to that of fewer ranks takes the one with free overlap along, so no band grows from that."""
+    job = load(shared_data / "gloo" / "tp_w1")
+    point = extrapolate(job, sizes=[16], layout=Layout(zero=1)).points[0]
+    fewer = extrapolate(load(shared_data / "traces" / "nanogpt8_h100"), sizes=[2]).points[0]
+
+    assert point.p50_s == pytest.approx(point.ideal_overlap_s)
+    assert fewer.ideal_overlap_s <= fewer.p50_s
+
+
+def test_what_a_lone_rank_sends_to_itself_is_no_data_axis(shared_data: Path) -> None:
+    """DDP over one rank reduces and waits for nothing: where more ranks would wait was not seen, so no band is drawn."""
+    one, two = (extrapolate(load(shared_data / "gloo" / name), sizes=[64]).points[0] for name in ("ddp_w1", "ddp_w2"))
+
+    assert "no collective of a data axis" in one.unknown["step_time_band"]
+    assert "step_time_band" not in two.unknown
+
+
+def test_utilisation_counts_the_layers_asked_for(shared_data: Path) -> None:
+    """Where the model is not known, FLOP of another depth are not those of the measured one: none are given."""
+    job = load(shared_data / "gloo" / "tp_w1")
+
+    assert extrapolate(job, sizes=[4], layout=Layout(layers=8)).points[0].unknown["mfu"].startswith("FLOP of a step")

@@ -312,7 +312,7 @@ def test_free_overlap_never_costs_more_than_the_step(shared_data: Path) -> None:
     point = extrapolate(job, sizes=[16], layout=Layout(zero=1)).points[0]
     fewer = extrapolate(load(shared_data / "traces" / "nanogpt8_h100"), sizes=[2]).points[0]
 
-    assert point.p50_s == pytest.approx(point.ideal_overlap_s)
+    assert point.p50_s == pytest.approx(point.ideal_overlap_s, rel=1e-2)
     assert fewer.ideal_overlap_s <= fewer.p50_s
 
 

@@ -397,15 +397,18 @@ def compared(
     ground, truth = done[base], done[target]
     if isinstance(ground, str) or isinstance(truth, str):
         why = [f"{job.layout()} {what}" for job, what in ((base, ground), (target, truth)) if isinstance(what, str)]
-        return [base.layout(), "", "", target.layout(), "", "", "", "", "", "; ".join(why)], False
+        return [base.layout(), "", "", target.layout(), *[""] * 7, "; ".join(why)], False
     replayed, predicted = predict(base, ground.capture, target, evidence)
     error = predicted / truth.step_s - 1
     holds = abs(error) <= GATE
     waited = (truth.waited_s or 0.0) / truth.step_s
+    apart = f"{predicted / (truth.step_s * (1 - waited)) - 1:+.1%}" if truth.waited_s is not None else ""
     verdict = "holds" if holds else "MISSED" + ("; its ranks queued for cores" if waited > QUEUED else "")
+    recorded, _ = predict(target, truth.capture, target, evidence)
     return [
         base.layout(), f"{ground.step_s:.4f}", f"{replayed:.4f}", target.layout(), f"{truth.step_s:.4f}",
-        f"{truth.spread:.1%}", "" if truth.waited_s is None else f"{truth.waited_s / truth.step_s:.1%}", f"{predicted:.4f}", f"{error:+.1%}", verdict,
+        f"{truth.spread:.1%}", "" if truth.waited_s is None else f"{truth.waited_s / truth.step_s:.1%}", f"{recorded:.4f}",
+        f"{predicted:.4f}", f"{error:+.1%}", apart, verdict,
     ], holds  # fmt: skip
 
 
@@ -455,8 +458,10 @@ COLUMNS = (
     "measured s",
     "cv",
     "waited for a core",
+    "its replay s",
     "predicted s",
     "error",
+    "without that wait",
     "8 %",
 )
 

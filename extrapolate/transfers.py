@@ -119,8 +119,8 @@ def serialised(graph: Graph) -> Graph:
 def transfer_by_instance(graph: Graph, dur_ns: IntArray) -> Floats:
     """Transfer of each collective in ns, NaN without a member; float64[len(collectives)].
 
-    The median of members on devices, which end together; of those on hosts the shortest, as they end one after another
-    and what the last ones wait beside the transfer depends on how they arrived.
+    The median of its members, which end together; of gathers between hosts the shortest, as they end one after another
+    and what the last ones wait beside the transfer depends on how they arrived (gloo.candidates).
     """
     device = np.array([lane.is_device for lane in graph.lanes] + [False], np.bool_)
     out = np.full(len(graph.collectives), np.nan)
@@ -132,7 +132,8 @@ def transfer_by_instance(graph: Graph, dur_ns: IntArray) -> Floats:
     found, first = np.unique(instance, return_index=True)
     for at, members in zip(found.tolist(), np.split(order, first[1:]), strict=True):
         each = dur_ns[members]
-        out[at] = np.median(each) if device[graph.lane[members]].all() else each.min()
+        apart = graph.collectives[at].kind == "all_gather" and not device[graph.lane[members]].any()
+        out[at] = each.min() if apart else np.median(each)
     return out
 
 

@@ -29,8 +29,8 @@ def test_replayed_layouts_come_first_in_the_order_of_their_replay(samples: Path)
     state = opened(built, Layout(dp=2), Cluster.load("gloo_10g"))
     own = state.layout
     more = [Layout(dp=2, zero=1, mbs=own.mbs, microbatches=1, seq=own.seq),
-            Layout(fsdp=2, mbs=own.mbs, microbatches=1, seq=own.seq),
-            Layout(dp=2, recompute="full", mbs=own.mbs, microbatches=1, seq=own.seq)]  # fmt: skip
+            Layout(dp=2, recompute="full", mbs=own.mbs, microbatches=1, seq=own.seq),
+            Layout(fsdp=2, mbs=own.mbs, microbatches=1, seq=own.seq)]  # fmt: skip
     estimates = [
         costed(layout, step_s) for layout, step_s in zip([*more, own], (0.001, 0.002, 0.003, 0.004), strict=True)
     ]

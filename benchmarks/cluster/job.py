@@ -59,10 +59,10 @@ def run(spec: Spec, mode: str, out: Path, **options: float) -> Run:
                     str(out),
                 ]
                 command += extra + (["--cpu_group", str(group)] if group else [])
-                log = (out / f"rank{rank}.log").open("wb")
-                processes.append(
-                    subprocess.Popen(network.command(rank, command), env=env, stdout=log, stderr=subprocess.STDOUT)
-                )
+                with (out / f"rank{rank}.log").open("wb") as log:
+                    processes.append(
+                        subprocess.Popen(network.command(rank, command), env=env, stdout=log, stderr=subprocess.STDOUT)
+                    )
             _wait(processes, out)
         finally:
             for process in processes:

@@ -29,11 +29,12 @@ from scaletrace.extrapolate.rewrite.depth import resize_hidden, resize_layers
 from scaletrace.extrapolate.rewrite.ep import spread_experts
 from scaletrace.extrapolate.rewrite.gradients import trains, with_gradients, without_gradients
 from scaletrace.extrapolate.rewrite.precision import reduce_gradients
-from scaletrace.extrapolate.rewrite.replicas import LANE, replicate
+from scaletrace.extrapolate.rewrite.replicas import with_replicas, without_replicas
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence
 from scaletrace.extrapolate.rewrite.stages import pipeline
 from scaletrace.extrapolate.rewrite.state import State, open_state, recosted
 from scaletrace.extrapolate.rewrite.tp import tensor
+from scaletrace.extrapolate.rewrite.uncut import relaid
 from scaletrace.extrapolate.rewrite.vocabulary import measured_vocabulary, vocabulary
 from scaletrace.extrapolate.steps import step_times_ns
 from scaletrace.parse.build import Built
@@ -148,11 +149,18 @@ def _stages(state: State, target: Layout) -> State:
     same = (old.pp, old.chunks, old.pp == 1 or old.pipeline_schedule) == (
         target.pp, target.chunks, target.pp == 1 or target.pipeline_schedule,
     )  # fmt: skip
-    if same:
+    if same and (state.source is None or target.microbatches == old.microbatches):
         return repeat_micro_batches(state, target.microbatches)
-    asked = replace(state, layout=replace(old, microbatches=target.microbatches, schedule="", chunks=1, pp=1))
-    out = pipeline(asked, target.pp, target.schedule, target.chunks)
-    return without_early_reductions(out, old.microbatches)
+    if state.source is not None:
+        # What data ranks beyond the source's brought goes first; it is put into the new stages again.
+        ranks = state.source.state.layout
+        state = _data(state, replace(old, dp=ranks.dp, fsdp=ranks.fsdp))
+
+    def lay(source: State) -> State:
+        out = pipeline(source, target.pp, target.schedule, target.chunks, micro_batches=target.microbatches)
+        return without_early_reductions(out, source.layout.microbatches)
+
+    return relaid(state, lay)
 
 
 def _data(state: State, target: Layout) -> State:
@@ -168,10 +176,12 @@ def _data(state: State, target: Layout) -> State:
     if target.data_ranks > 1 and old.data_ranks == 1:
         state = with_gradients(state)
     if target.data_ranks == 1 < old.data_ranks:
-        return without_gradients(_resized(state, target))
+        return without_replicas(without_gradients(_resized(state, target)))
+    if target.dp == 1 < old.dp:
+        return without_replicas(_resized(state, target))
     if old.dp == 1 and target.dp > 1 and old.fsdp > 1 and target.fsdp > 1:
         shards = _resized(state, replace(target, dp=1))
-        return _resized(_replicated(shards), target)
+        return _resized(with_replicas(shards), target)
     return _resized(state, target)
 
 
@@ -192,15 +202,3 @@ def _resized(state: State, target: Layout) -> State:
     out = recosted(state, resized.collectives, resized.groups)
     graph = replace(out.graph, multiplicity=resized.multiplicity)
     return replace(out, graph=graph, layout=replace(old, dp=target.dp, fsdp=target.fsdp))
-
-
-def _replicated(state: State) -> State:
-    """All-reduces over replicas behind the scatters; the nodes that were there keep their order."""
-    graph = replicate(state.graph)
-    new = np.array([lane.name == LANE for lane in graph.lanes] + [False], np.bool_)[graph.lane]
-    origin = np.where(new, -1, np.cumsum(~new) - 1).astype(np.int32)
-    entry = state.anatomy.entry
-    if entry is not None:
-        entry = np.where(new[:, None], [-1, 0, 0], entry[np.maximum(origin, 0)])
-    anatomy = replace(state.anatomy.moved(origin), entry=entry)
-    return replace(state, graph=graph, anatomy=anatomy, work=state.work.moved(origin))

@@ -57,14 +57,14 @@ def resize(graph: Graph, old: Layout, new: Layout, units: Sequence[Sequence[Shap
 
 
 def _spread(multiplicity: np.typing.NDArray[np.int32], factor: float) -> np.typing.NDArray[np.int32]:
-    """Multiply, keeping whole numbers that add up; a class never vanishes."""
+    """Multiply, keeping whole numbers that add up; a class never vanishes. Empty where each is one rank again."""
     exact = multiplicity * factor
     out = np.maximum(1, np.floor(exact + 1e-9).astype(np.int32))
     missing = round(float(exact.sum())) - int(out.sum())
     if missing > 0:
         order = np.argsort(out - exact, kind="stable")
         out[order[:missing]] += 1
-    return np.asarray(out, np.int32)
+    return np.asarray(out if (out != 1).any() else out[:0], np.int32)
 
 
 def _group(group: GraphGroup, old: Layout, new: Layout, apart: Collection[int]) -> GraphGroup:

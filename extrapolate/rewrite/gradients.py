@@ -21,7 +21,7 @@ from scaletrace.extrapolate.rewrite.state import State, told
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 
-LANE = "gradients over data ranks"
+LANE, NAME = "gradients over data ranks", "all_reduce of gradients"
 SCALAR_BYTES = 64
 """An all-reduce of no more than this carries a loss or a norm, not gradients."""
 REMEDY = "record the job with two data-parallel ranks"
@@ -77,18 +77,16 @@ def without_gradients(state: State) -> State:
 
 
 def _pruned(graph: Graph) -> Graph:
-    """The graph without collectives, groups, lanes and names that no node uses, as far as they come last."""
+    """The graph without the collectives, group, lanes and name that the insertion brought and no node uses."""
     collectives = graph.collectives[: int(graph.instance.max(initial=-1)) + 1]
-    groups = graph.groups
+    groups, lanes, names = list(graph.groups), list(graph.lanes), list(graph.names)
     while groups and groups[-1].description == LANE and all(item.group != len(groups) - 1 for item in collectives):
-        groups = groups[:-1]
-    return replace(
-        graph,
-        collectives=collectives,
-        groups=groups,
-        lanes=graph.lanes[: int(graph.lane.max(initial=-1)) + 1],
-        names=graph.names[: int(graph.name.max(initial=-1)) + 1],
-    )
+        groups.pop()
+    while lanes and lanes[-1].name == LANE and not (graph.lane == len(lanes) - 1).any():
+        lanes.pop()
+    while names and names[-1] == NAME and not (graph.name == len(names) - 1).any():
+        names.pop()
+    return replace(graph, collectives=collectives, groups=tuple(groups), lanes=tuple(lanes), names=tuple(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ def _reduce(loom: Loom, graph: Graph, group: int, size: int, last: int, before: 
     columns = {
         "rank": rank,
         "lane": loom.lane(rank, LANE, True),
-        "name": loom.name("all_reduce of gradients"),
+        "name": loom.name(NAME),
         "instance": len(loom.collectives),
         "step": int(graph.step[last]),
         "key": last,

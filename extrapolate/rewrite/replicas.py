@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrace.parse.events import Int32Array, IntArray
+from scaletrace.extrapolate.rewrite.batch import without_nodes
+from scaletrace.extrapolate.rewrite.state import State
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import (
     NO_RELEASE,
     EdgeKind,
@@ -26,7 +28,7 @@ from scaletrace.parse.graph import (
     edges_by_destination,
 )
 
-LANE = "all-reduce over replicas"
+LANE, NAME = "all-reduce over replicas", "all_reduce (HSDP)"
 
 
 def replicate(graph: Graph) -> Graph:
@@ -34,7 +36,7 @@ def replicate(graph: Graph) -> Graph:
     scatters = _scatters(graph)
     if not len(scatters):
         return graph
-    groups = (*graph.groups, GraphGroup("dp", 1, max((g.size for g in graph.groups if g.axis == "fsdp"), default=1)))
+    groups = (*graph.groups, GraphGroup("dp", 1, _shards(graph)))
     sources = [graph.collectives[graph.instance[node]] for node in scatters]
     items = tuple(
         GraphCollective("all_reduce", len(graph.groups), each.bytes_out, each.bytes_out, each.dtype) for each in sources
@@ -78,11 +80,47 @@ def replicate(graph: Graph) -> Graph:
         lag_ns=edges[2],
         edge_kind=edges[3],
         edge_source=edges[4],
-        names=(*graph.names, "all_reduce (HSDP)"),
+        names=(*graph.names, NAME),
         lanes=(*graph.lanes, *(GraphLane(rank, LANE, _on_device(graph, rank)) for rank in lanes)),
         groups=groups,
         collectives=(*graph.collectives, *items),
     )
+
+
+def with_replicas(state: State) -> State:
+    """All-reduces over one replica behind the scatters; the nodes that were there keep their order."""
+    graph = replicate(state.graph)
+    new = _inserted(graph)
+    origin = np.where(new, -1, np.cumsum(~new) - 1).astype(np.int32)
+    entry = state.anatomy.entry
+    if entry is not None:
+        entry = np.where(new[:, None], [-1, 0, 0], entry[np.maximum(origin, 0)])
+    anatomy = replace(state.anatomy.moved(origin), entry=entry)
+    return replace(state, graph=graph, anatomy=anatomy, work=state.work.moved(origin))
+
+
+def without_replicas(state: State) -> State:
+    """The state without what `with_replicas` put in."""
+    own = _inserted(state.graph)
+    if not own.any():
+        return state
+    out = without_nodes(state, own)
+    graph = out.graph
+    lanes = tuple(lane for lane in graph.lanes if lane.name != LANE)
+    names = graph.names[:-1] if graph.names[-1] == NAME else graph.names
+    kept = graph.collectives[: int(graph.instance.max(initial=-1)) + 1]
+    last = len(graph.groups) - 1
+    unused = graph.groups[last].axis == "dp" and all(item.group != last for item in kept)
+    groups = graph.groups[:last] if unused else graph.groups
+    return replace(out, graph=replace(graph, groups=groups, collectives=kept, lanes=lanes, names=names))
+
+
+def _inserted(graph: Graph) -> BoolArray:
+    return np.asarray(np.array([lane.name == LANE for lane in graph.lanes] + [False], np.bool_)[graph.lane], np.bool_)
+
+
+def _shards(graph: Graph) -> int:
+    return max((group.size for group in graph.groups if group.axis == "fsdp"), default=1)
 
 
 def _scatters(graph: Graph) -> IntArray:

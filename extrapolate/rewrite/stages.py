@@ -5,25 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.rewrite.pp import cut, split_units
 from scaletrace.extrapolate.rewrite.schedules import Program, build
 from scaletrace.extrapolate.rewrite.stage_shards import at_home, staged
 from scaletrace.extrapolate.rewrite.state import State, message_ns
+from scaletrace.extrapolate.rewrite.uncut import relaid
 from scaletrace.parse.health import Health
 
 
-def pipeline(state: State, stages: int, schedule: str = "", chunks: int = 1, counts: Sequence[int] = ()) -> State:
+def pipeline(
+    state: State, stages: int, schedule: str = "", chunks: int = 1, counts: Sequence[int] = (), micro_batches: int = 0
+) -> State:
     """`stages` pipeline ranks with `chunks` stages each; counts: layers of each stage where they shall not be equal.
+
+    micro_batches: how many pass through it in a step, 0 = as many as do
 
     Raises UsageError where layers or micro batches do not divide.
     """
-    layout = replace(state.layout, pp=stages, schedule=schedule, chunks=chunks)
+    count = micro_batches or state.layout.microbatches
+    layout = replace(state.layout, pp=stages, schedule=schedule, chunks=chunks, microbatches=count)
     program = build(layout.pipeline_schedule, stages, layout.microbatches, chunks)
-    if stages == 1 or len(state.columns[0]) > 1:
-        return replace(laid(state, program, counts=counts), layout=layout)
-    units = split_units(state.anatomy, program.stages, counts).units
-    out = laid(at_home(state, units), program, counts=counts)
-    return replace(staged(out, program, units), layout=layout)
+    return replace(relaid(state, lambda source: _cut(source, program, layout, counts)), layout=layout)
+
+
+def _cut(source: State, program: Program, layout: Layout, counts: Sequence[int]) -> State:
+    if not counts and same_pipeline(source.layout, layout):
+        return source
+    if program.ranks == 1 or len(source.columns[0]) > 1:
+        return laid(source, program, counts=counts)
+    units = split_units(source.anatomy, program.stages, counts).units
+    return staged(laid(at_home(source, units), program, counts=counts), program, units)
+
+
+def same_pipeline(one: Layout, other: Layout) -> bool:
+    """Whether two layouts lay a step in the same order on the same stages."""
+    keys = [(each.pp, each.chunks, each.microbatches, each.pp == 1 or each.pipeline_schedule) for each in (one, other)]
+    return keys[0] == keys[1]
 
 
 def laid(

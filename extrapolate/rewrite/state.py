@@ -24,9 +24,19 @@ from scaletrace.extrapolate.recompute import how_much, like_forward, marked, wit
 from scaletrace.extrapolate.routing import UNKNOWN, Routing, observed
 from scaletrace.extrapolate.workload import infer_model, measured_ceilings
 from scaletrace.parse.build import Built
-from scaletrace.parse.events import BoolArray
+from scaletrace.parse.events import BoolArray, Int32Array
 from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup, NodeKind
 from scaletrace.parse.health import Health
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a state was laid from (`state`), what it was when it was laid (`made`), and which node of the source each of
+    its nodes comes from: place int32[n], -1 = new."""
+
+    state: State
+    made: State
+    place: Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,7 @@ class State:
     error      relative error that stretched kernels have collected (one sigma, weighted by time)
     routing    where the capture's tokens went, if it has experts
     exact_bytes  float64[collectives, 2]: bytes in and out before rounding, where they were scaled; may be short
+    source     what this was cut into a pipeline from, None where it was not (rewrite.uncut)
     """
 
     graph: Graph
@@ -51,6 +62,7 @@ class State:
     health: Health = field(default_factory=Health)
     routing: Routing = UNKNOWN
     exact_bytes: np.typing.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 2)))
+    source: Source | None = None
 
     def with_durations(self) -> State:
         """The same with the graph's durations taken from the unrounded ones."""

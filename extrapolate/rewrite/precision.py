@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.layout import DATA_AXES, PRECISIONS
 from scaletrace.extrapolate.rewrite.data import ELEMENT_BYTES
@@ -42,12 +44,16 @@ def measured_bytes(state: State) -> float | None:
             return float(ELEMENT_BYTES[item.dtype])
     weights = float(sum(weight.elements for unit in state.work.weights for weight in unit))
     steps = max(1, len({int(step) for step in state.graph.step[state.graph.step >= 0].tolist()}))
-    used = {int(instance) for instance in state.graph.instance.tolist() if instance >= 0}
-    total = sum(
-        item.bytes_in
-        for at, item in enumerate(state.graph.collectives)
-        if at in used and _moves(item, state, GRADIENTS) and item.bytes_in > 0
+    # A job that reduces behind every micro batch moves its gradients that often; once is enough to tell their size.
+    members = np.flatnonzero(state.graph.instance >= 0)
+    batch_of = dict(
+        zip(state.graph.instance[members].tolist(), state.anatomy.micro_batch[members].tolist(), strict=True)
     )
+    sums: dict[int, int] = {}
+    for at, item in enumerate(state.graph.collectives):
+        if at in batch_of and _moves(item, state, GRADIENTS) and item.bytes_in > 0:
+            sums[batch_of[at]] = sums.get(batch_of[at], 0) + item.bytes_in
+    total = sums.pop(-1, 0) + max(sums.values(), default=0)
     ratio = total / steps / weights if weights else 0.0
     nearest = min((1.0, 2.0, 4.0, 8.0), key=lambda size: abs(ratio / size - 1))
     return nearest if abs(ratio / nearest - 1) < 0.2 else None

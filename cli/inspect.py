@@ -14,6 +14,7 @@ from scaletrace.cli.reading import read_job, reads_captures
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from scaletrace.parse.build import Built
     from scaletrace.parse.job import Job
 
 _ROWS = 6
@@ -44,8 +45,8 @@ def inspect(
             show(answer)
 
 
-def describe(job: Job) -> dict[str, Any]:
-    """The parts of the JSON answer (docs/cli.md), as plain values."""
+def describe(job: Job, built: Built | None = None) -> dict[str, Any]:
+    """The parts of the JSON answer (docs/cli.md), as plain values; `built`: the job's graph, where it is there already."""
     from scaletrace.extrapolate.shares import makeup
 
     present = [trace.rank for trace in job.ranks]
@@ -71,20 +72,31 @@ def describe(job: Job) -> dict[str, Any]:
         "clocks": {str(rank): _clock(clock) for rank, clock in job.clocks.items()},
         "clock_residual_ns": _median(job.residual_ns),
         "layers": makeup(job).to_json(),
-        "memory": _memory(job),
+        "memory": _memory(job, built),
         "stragglers": _stragglers(job),
     }
 
 
-def _memory(job: Job) -> dict[str, Any]:
-    """The fullest rank: what its shapes say it needs, and what its memory events say it took."""
+def _memory(job: Job, built: Built | None) -> dict[str, Any]:
+    """What the fullest rank needs, as `extrapolate` says it; what its shapes say, and what its memory events say it took."""
+    from scaletrace.errors import ScaletraceError
+    from scaletrace.extrapolate.footprint import footprint_of_job
     from scaletrace.extrapolate.traced_memory import traced_memory
+    from scaletrace.parse.build import build
 
     found = [(traced_memory(trace), trace.rank) for trace in job.ranks]
     if not found:
         return {}
     fullest, rank = max(found, key=lambda pair: (pair[0].measured, pair[0].predicted))
-    return {"rank": rank, **fullest.to_json()}
+    told: dict[str, Any] = {"bytes": None, "source": None, "at_least_bytes": None}
+    try:
+        footprint = footprint_of_job(built or build(job))
+        value, reason = footprint.at(footprint.layout)
+        least = footprint.at_least(footprint.layout)[0] if value is None else None
+        told |= {"bytes": value, "source": footprint.source if value else None, "at_least_bytes": least}
+    except ScaletraceError as error:
+        reason = str(error)
+    return {**told, "why_not": reason or None, "rank": rank, **fullest.to_json()}
 
 
 def _stragglers(job: Job) -> list[dict[str, Any]]:
@@ -238,6 +250,10 @@ def show(answer: dict[str, Any]) -> None:
         of = f" ({memory['measured_of']})" if memory["measured_of"] != "device" else ""
         told = f"; from shapes {_bytes(memory['predicted_bytes'])}" if memory["predicted_bytes"] else ""
         out.print(f"memory   peak {_bytes(memory['measured_bytes'])} measured on rank {memory['rank']}{of}{told}")
+    elif memory.get("bytes"):
+        out.print(f"memory   {_bytes(round(memory['bytes']))} at the peak, {memory['source']}")
+    elif memory.get("why_not"):
+        out.print(f"memory   not known: {escape(_plain(memory['why_not']))}")
     health = _health_table(answer)
     if health.row_count:
         out.print(health)

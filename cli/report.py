@@ -88,7 +88,7 @@ def _recorded(path: str, built: Built) -> dict[str, Any]:
     from scaletrace.extrapolate.point import Options, evaluate
 
     job = built.job
-    found = describe(job)
+    found = describe(job, built)
     parts = {key: found[key] for key in _RECORDED}
     parts["memory"] = {key: value for key, value in parts["memory"].items() if value is not None}
     try:

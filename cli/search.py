@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from scaletrace.extrapolate.energy import Prices
     from scaletrace.extrapolate.estimate import Fit
     from scaletrace.extrapolate.layout import Layout
-    from scaletrace.extrapolate.memory import StateBytes
+    from scaletrace.extrapolate.memory import Memory, StateBytes
     from scaletrace.extrapolate.rewrite.state import State
     from scaletrace.extrapolate.search import Found, Space
     from scaletrace.extrapolate.workload import Workload
@@ -109,7 +110,7 @@ def _found(job: _Job, space: Space, best: int, confirm: int | None) -> tuple[Fou
         best=best,
         fit=job.fit,
         states=job.states,
-        memory_factor=job.memory_factor,
+        memory=job.memory,
         also=own,
     )
     return found, state, own
@@ -168,6 +169,7 @@ class _Job:
     """What is searched from. per_gpu: samples a GPU takes in a step; built, measured: of a capture, None for a model.
 
     micro_batches: samples of one micro batch to try;  sample_flop: model FLOP of a sample, None where nothing tells
+    states, memory: bytes of what training keeps, and the peak of a layout; None: those of the model
     on_device: compute times are of a GPU like the cluster's, so that MFU and money mean something
     """
 
@@ -179,7 +181,7 @@ class _Job:
     measured: Layout | None = None
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     states: StateBytes | None = None
-    memory_factor: float = 1.0
+    memory: Callable[[Layout], Memory] | None = None
     sample_flop: float | None = None
     on_device: bool = True
 
@@ -212,11 +214,10 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     from scaletrace.extrapolate.base import guess_cluster
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.estimate import PLAIN, Network
-    from scaletrace.extrapolate.fit import fit_to, for_cluster, measured_memory, tell
+    from scaletrace.extrapolate.fit import fit_to, for_cluster, tell
     from scaletrace.extrapolate.flops import step_flop
+    from scaletrace.extrapolate.footprint import footprint_of_job
     from scaletrace.extrapolate.layout import Layout, measured_layout
-    from scaletrace.extrapolate.memory import StateBytes
-    from scaletrace.extrapolate.traced_memory import fused_attention
     from scaletrace.extrapolate.workload import from_job
     from scaletrace.parse.build import build
 
@@ -229,22 +230,25 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     anatomy = dissect(built, measured)
     work = from_job(built, anatomy, measured, None if on_cpu else machine.device)
     same = machine.name == seen.name
-    fit = for_cluster(fit_to(work, built, Network(seen), anatomy), same)
+    held = replace(footprint_of_job(built, measured), model=work.model, on_device=not on_cpu)
+    fit = for_cluster(fit_to(work, built, Network(seen), anatomy, held.states), same)
     tell(fit, work.health, same)
     anchor = work.anchor
     samples = anchor.layout.mbs * max(1, anchor.layout.microbatches) if anchor else 1
     mbs = anchor.layout.mbs if anchor else 1
     tried = tuple(sorted({1, 2, 4, 8, mbs}))
     per_gpu = samples * measured.data_ranks / measured.ranks
-    states = StateBytes.of(work.element_bytes, fused=fused_attention(job))
-    peak, factor = measured_memory(work, built, states)
-    if peak:
-        work.health.note(f"Measured peak of memory {peak / 1e9:.3g} GB; the model's is multiplied by {factor:.3g}.")
+    if held.measured_bytes:
+        work.health.note(
+            f"Memory is that of the measured peak of {held.measured_bytes / 1e9:.3g} GB: its states are those of the "
+            "weights, the rest follows the model."
+        )
     flop = step_flop(job)
     sample_flop = flop / per_gpu if flop else None
     on_device = seen.device.generation != "cpu"
     return _Job(
-        work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried, states, factor, sample_flop, on_device
+        work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried, held.states,
+        held.parts, sample_flop, on_device,
     )  # fmt: skip
 
 

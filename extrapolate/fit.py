@@ -15,7 +15,7 @@ from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.estimate import Fit, Network, bubble_parts_s, data_s, estimate, room_s
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
-from scaletrace.extrapolate.memory import StateBytes, measured_peak_bytes, peak_memory
+from scaletrace.extrapolate.memory import StateBytes
 from scaletrace.extrapolate.nodework import node_work
 from scaletrace.extrapolate.steps import shares
 from scaletrace.extrapolate.workload import Workload
@@ -29,8 +29,11 @@ MOST = 3.0
 """An optimizer takes at most so many times as long as its bytes; what is beyond that is launches and other work."""
 
 
-def fit_to(work: Workload, built: Built, network: Network, anatomy: Anatomy) -> Fit:
-    """The factors for a job whose workload is anchored in it; `network` is that of the measured cluster."""
+def fit_to(work: Workload, built: Built, network: Network, anatomy: Anatomy, states: StateBytes | None = None) -> Fit:
+    """The factors for a job whose workload is anchored in it; `network` is that of the measured cluster.
+
+    states: bytes an element of what the job keeps, which the estimates that are fitted must use too
+    """
     if work.anchor is None:
         return Fit()
     timeline = replay(built.graph)
@@ -44,7 +47,9 @@ def fit_to(work: Workload, built: Built, network: Network, anatomy: Anatomy) -> 
     exposed = {axis: float(part * seen.exposed * step_s / total) for axis, part in axes.items()} if total > 0 else {}
     calls = _calls(built.graph) * work.anchor.layout.pp
     held = _held(built, anatomy, work.anchor.layout.tp)
-    return factors(work, work.anchor.layout, network, step_s, float(seen.compute * step_s), exposed, calls, held)
+    return factors(
+        work, work.anchor.layout, network, step_s, float(seen.compute * step_s), exposed, calls, held, states
+    )
 
 
 def _held(built: Built, anatomy: Anatomy, tp: int) -> float:
@@ -76,12 +81,13 @@ def factors(
     exposed_s: Mapping[str, float],
     calls: float = 0.0,
     held: float = 0.0,
+    states: StateBytes | None = None,
 ) -> Fit:
     """The factors from seconds of the mean rank: its step, what of it computes, and what is exposed by axis.
 
     calls: collectives that reduce gradients, over all pipeline stages; 0 = one a layer.  held: as in Fit
     """
-    states = StateBytes.of(work.element_bytes)
+    states = states or StateBytes.of(work.element_bytes)
     plain = estimate(work, layout, network, states)
     unfitted = plain.step_s / step_s - 1
     layers = plain.terms.compute + plain.terms.head + plain.terms.recompute
@@ -135,15 +141,6 @@ def _data_factor(
     ends = min(ends, comm)
     hidden = exposed_s / ends if ends > 0 else 0.0
     return hidden if ends > 0 and hidden * (comm - ends) <= room else (exposed_s + room) / comm
-
-
-def measured_memory(work: Workload, built: Built, states: StateBytes) -> tuple[int, float]:
-    """(measured peak of the fullest rank, what it makes of the memory model); (0, 1.0) without memory events of a device."""
-    peaks = [max(measured_peak_bytes(trace.events).values(), default=0) for trace in built.job.ranks]
-    if work.anchor is None or not max(peaks, default=0):
-        return 0, 1.0
-    layout = work.anchor.layout if work.anchor.layout.microbatches else replace(work.anchor.layout, microbatches=1)
-    return max(peaks), max(peaks) / peak_memory(work.model, layout, states).total
 
 
 def for_cluster(fit: Fit, same: bool) -> Fit:

@@ -7,26 +7,30 @@ that the shapes show (memory.py).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from scaletrace.errors import InputError, UsageError
-from scaletrace.extrapolate.anatomy import Anatomy, outlined, stages_in
+from scaletrace.extrapolate.anatomy import Anatomy, dissect, outlined, stages_in
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.held import held_micro_batches, schedule_of
-from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
+from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of, measured_layout
 from scaletrace.extrapolate.memory import (
+    CHANNEL_BYTES,
+    FRAGMENTATION,
+    RESERVED_BYTES,
+    Memory,
     StateBytes,
-    layer_activation_bytes,
     measured_peak_bytes,
     peak_memory,
     rank_parameters,
 )
 from scaletrace.extrapolate.rewrite.data import ELEMENT_BYTES
-from scaletrace.extrapolate.traced_memory import fused_attention
+from scaletrace.extrapolate.rewrite.gradients import trains
+from scaletrace.extrapolate.traced_memory import Traced, states_of, traced_memory
+from scaletrace.extrapolate.transfers import with_groups
 from scaletrace.extrapolate.workload import read_model
 from scaletrace.parse.build import Built
 from scaletrace.parse.graph import Graph, NodeKind
@@ -35,9 +39,16 @@ from scaletrace.parse.job import Job
 
 SCALAR_BYTES = 64
 """An all-reduce of no more than this carries a loss or a norm, not gradients."""
-_OPTIMIZER = re.compile(r"Optimizer\.step#(\w+)")
-_MOMENTS: Mapping[str, int] = {"sgd": 1, "adagrad": 1, "rmsprop": 1, "muon": 1, "lion": 1}
-"""fp32 values an optimizer keeps beside each parameter; two (Adam) where its name is another or not known."""
+FROZEN = 0.9
+"""A rank that reduces fewer gradients than this share of its weights does not train all of them."""
+NEAREST = 0.25
+"""Share by which the layers' weights may miss those of the nearest family for it to stand for their activations."""
+ACCOUNTED = (0.75, 4 / 3)
+"""Weights that shapes may show of those that are reduced, for the shapes to tell the memory."""
+UNKNOWN_GRADIENT = 4.0
+"""Bytes of a gradient's element where neither its collective nor a product of the layers says them."""
+_NO_BACKWARD = "no peak was recorded (profile_memory=True), and no backward pass is seen that would keep activations"
+_OF_STATES = "weights, gradients and optimizer states alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +58,10 @@ class Footprint:
     parameters      of one tensor and pipeline slice, from what the data axis moves; 0 = not known
     measured_bytes  largest peak of a rank that the profiler recorded; 0 = none
     missing         why the model is not known, where it is not
-    on_device       whether the job ran on devices at all
+    on_device       whether the job ran on devices at all; what a host holds beside the tensors is not counted
+    traced          what the shapes of the fullest rank say, where no model is known
+    whole_weights   parameters are gathered behind the optimizer, not before they are used, so that a rank holds all
+    trains          whether there is a backward pass
     """
 
     layout: Layout
@@ -57,100 +71,211 @@ class Footprint:
     measured_bytes: float = 0.0
     missing: str = ""
     on_device: bool = True
+    traced: Traced | None = None
+    whole_weights: bool = False
+    trains: bool = True
 
     @property
     def source(self) -> str:
-        return "measured and stretched" if self.measured_bytes else "modelled"
+        of = "" if self.on_device else ", tensors alone"
+        if self.measured_bytes:
+            return f"measured and stretched{of}"
+        return f"modelled{of}" if self.model is not None else f"from shapes of operators{of}"
 
     def at(self, layout: Layout) -> tuple[float | None, str]:
-        """(bytes at the peak of the rank that needs most, "") under `layout`, or (None, the reason)."""
-        if not self.on_device:
-            return None, "the job ran on CPUs; what a host holds beside it is not modelled"
+        """(bytes at the peak of the rank that needs most, "") under `layout`, or (None, the reason).
+
+        A measured peak is an allocator's: what libraries take beside its tensors is in it nowhere, and not here.
+        """
+        value, reason = self._told(layout)
+        least, what = self.at_least(layout) if value is None else (None, "")
+        return value, f"{reason}; {what} take {least / 1e9:.3g} GB" if least else reason
+
+    def _told(self, layout: Layout) -> tuple[float | None, str]:
+        target = self._completed(layout)
+        if self.model is not None:
+            try:
+                found = self.parts(layout)
+            except UsageError as error:
+                return None, str(error)
+            return found.tensors if self.measured_bytes else found.total, ""
+        if self.measured_bytes:
+            return self._changed(self.measured_bytes, target)
+        if not self.trains:
+            return None, "; ".join(filter(None, (_NO_BACKWARD, self.missing)))
+        why = self._blind()
+        if why or self.traced is None:
+            return None, why
+        found_bytes, reason = self._changed(self._traced_bytes(self.traced), target)
+        if found_bytes is None or not self.on_device:
+            return found_bytes, reason
+        return found_bytes * (1 + FRAGMENTATION) + RESERVED_BYTES + _buffers(target), ""
+
+    def at_least(self, layout: Layout) -> tuple[float | None, str]:
+        """(bytes that a rank surely needs, what they are): its states, where `at` can't tell; (None, "") unknown."""
+        target = self._completed(layout)
+        parameters = self.parameters or (self.traced.elements if self.traced else 0)
+        if not parameters or not self.trains or not self._same(target, *_SLICES):
+            return None, ""
+        return self._states_bytes(target, parameters), _OF_STATES
+
+    def parts(self, layout: Layout) -> Memory:
+        """The peak by what it holds. Raises UsageError where the layout or the model tells too little.
+
+        Of a recorded peak the states are those of the parameters, and what is left over the model's other tensors
+        multiplies those.
+        """
+        if self.model is None:
+            raise UsageError(f"the model is not known: {self.missing}")
+        found = self._modelled(self.model, self._completed(layout))
+        if not self.measured_bytes:
+            return found
+        there = self._modelled(self.model, self.layout)
+        rest, left = there.tensors - there.states, self.measured_bytes - there.states
+        if rest > 0 and left > 0:
+            return found.scaled(1.0, left / rest)
+        factor = self.measured_bytes / there.tensors
+        return found.scaled(factor, factor)
+
+    def _completed(self, layout: Layout) -> Layout:
         # The measured schedule suits its own number of chunks; another number takes the usual schedule for it.
         same = bool(layout.schedule) or layout.chunks == self.layout.chunks
-        target = layout.over(self.layout if same else replace(self.layout, schedule=""))
-        if self.measured_bytes:
-            return self._from_peak(target)
-        if self.model is None:
-            return None, f"no peak was recorded (profile_memory=True) and activations are not known: {self.missing}"
-        try:
-            found = peak_memory(self.model, target, self.states)
-        except UsageError as error:
-            return None, str(error)
-        if not self.parameters or target.pp > 1:
-            return found.total, ""
-        modelled = found.weights + found.gradients + found.optimizer
-        return found.total - modelled + self._states_bytes(target), ""
+        return layout.over(self.layout if same else replace(self.layout, schedule=""))
 
-    def _from_peak(self, target: Layout) -> tuple[float | None, str]:
-        """The recorded peak with other shards of the states, and other activations where the micro batch changes."""
-        sharding = (target.shards, target.zero, target.fsdp) != (self.layout.shards, self.layout.zero, self.layout.fsdp)
-        if sharding and not self.parameters:
-            return None, "the peak was recorded, but not how many parameters the ranks share"
-        total = self.measured_bytes + self._states_bytes(target) - self._states_bytes(self.layout)
-        if self.layout.mbs and (target.mbs, target.seq) != (self.layout.mbs, self.layout.seq):
-            if self.model is None:
+    def _modelled(self, model: Model, target: Layout) -> Memory:
+        model, cut = model.resized(target.layers, target.hidden), self._with_whole_weights(target)
+        found = peak_memory(model, cut, self._counted_states(model, cut))
+        return found if self.on_device else found.on_host()
+
+    def _with_whole_weights(self, layout: Layout) -> Layout:
+        """FSDP's groups as data ranks with a sharded optimizer, where that is what they are."""
+        if not self.whole_weights or layout.fsdp == 1 or layout.dp > 1:
+            return layout
+        return replace(layout, dp=layout.fsdp, fsdp=1, zero=max(1, layout.zero))
+
+    def _counted_states(self, model: Model, target: Layout) -> StateBytes:
+        """The states' bytes an element of the model, so that they are those of the parameters that were moved."""
+        if not self.parameters or self.model is None:
+            return self.states
+        at = replace(self.layout, layers=0, hidden=0)
+        count = self.parameters / max(rank_parameters(self.model, at, rank) for rank in {0, at.pp - 1})
+        return replace(
+            self.states,
+            weight=self.states.weight * (count if count > FROZEN else 1.0),
+            gradient=self.states.gradient * count,
+            optimizer=self.states.optimizer * count,
+        )
+
+    def _same(self, target: Layout, *names: str) -> bool:
+        return all(getattr(target, name) == getattr(self.layout, name) for name in names)
+
+    def _changed(self, total: float, target: Layout) -> tuple[float | None, str]:
+        """The tensors of a peak with other shards of the states, and other activations where the micro batch changes;
+        (None, the reason) for what needs a model."""
+        was = self.layout
+        if not self._same(target, *_SLICES):
+            return None, f"another layout of the model holds other parts of it, and it is not known: {self.missing}"
+        if not self._same(target, "shards", "zero", "fsdp"):
+            parameters = self.parameters or (self.traced.elements if self.traced else 0)
+            if not parameters:
+                return None, "the peak was recorded, but not how many parameters the ranks share"
+            total += self._states_bytes(target, parameters) - self._states_bytes(was, parameters)
+        if was.mbs and (target.mbs, target.seq) != (was.mbs, was.seq):
+            if self.traced is None or not self.traced.activations:
                 return None, f"another micro batch holds other activations, which are not known: {self.missing}"
-            total += self._activation_bytes(target) - self._activation_bytes(self.layout)
+            # Scores of attention that are kept would grow faster than the tokens.
+            total += self.traced.activations * (target.mbs * target.seq / (was.mbs * was.seq) - 1)
         return max(total, 0.0), ""
 
-    def _activation_bytes(self, layout: Layout) -> float:
-        model = self.model
-        if model is None:
-            return 0.0
-        tokens = layout.mbs * layout.seq / layout.cp
-        each = layer_activation_bytes(model, layout, tokens, layout.seq, self.states.activation, self.states.fused)
-        return model.layers / layout.pp * each
+    def _blind(self) -> str:
+        """Why the shapes of operators don't tell the memory, "" where they do."""
+        traced = self.traced
+        if traced is None or not (traced.weights and traced.activations):
+            return f"no peak was recorded (profile_memory=True) and activations are not known: {self.missing}"
+        low, high = ACCOUNTED
+        if self.parameters and not low <= traced.elements / self.parameters <= high:
+            return (
+                f"no peak was recorded (profile_memory=True), and shapes show {traced.elements:,} of the "
+                f"{self.parameters:,.0f} weights that are reduced"
+            )
+        return ""
 
-    def _states_bytes(self, layout: Layout) -> float:
+    def _traced_bytes(self, traced: Traced) -> float:
+        """Tensors of the measured layout from shapes; what tables that update themselves hold is not sharded."""
+        states = self._states_bytes(self.layout, self.parameters or traced.elements)
+        return traced.tables + traced.fused + states + traced.activations + traced.passing
+
+    def _states_bytes(self, layout: Layout, parameters: float) -> float:
         """Weights, gradients and optimizer states of one rank from the parameters alone."""
+        layout = self._with_whole_weights(layout)
         sharded = layout.fsdp > 1 or layout.zero == 3
         weights = layout.shards if sharded else 1
         gradients = layout.shards if sharded or layout.zero >= 2 else 1
         each = self.states.weight / weights + self.states.gradient / gradients + self.states.optimizer / layout.shards
-        return self.parameters * each
+        return parameters * each
+
+
+_SLICES = ("tp", "pp", "cp", "ep", "layers", "hidden", "recompute")
+"""What of a layout decides which part of a model a rank holds, beside the data axes."""
+
+
+def _buffers(layout: Layout) -> float:
+    axes = (layout.dp, layout.fsdp, layout.tp, layout.pp, layout.cp, layout.ep)
+    return float(CHANNEL_BYTES) * sum(degree > 1 for degree in axes)
+
+
+def footprint_of_job(built: Built, layout: Layout | None = None) -> Footprint:
+    """The footprint of a measured job as it is (under `layout`, where its groups do not tell), for `inspect` and
+    `search`; a job that is stretched has its graph (base.prepare)."""
+    ranks = max(1, built.job.world_size)
+    graph = with_groups(built.graph, ranks, Health())
+    layout = layout or measured_layout(graph, ranks)
+    return footprint_of(built, graph, dissect(built, layout), layout, Health())
 
 
 def footprint_of(built: Built, graph: Graph, anatomy: Anatomy, layout: Layout, health: Health) -> Footprint:
     """The footprint of a measured job; `graph` is the built one with every group and size known."""
     on_device = any(lane.is_device for lane in graph.lanes) and bool(graph.nodes(NodeKind.KERNEL).any())
     peaks = [peak for trace in built.job.ranks for peak in measured_peak_bytes(trace.events).values()]
-    gradient_bytes, element = gradients_of(graph, anatomy)
-    parameters = gradient_bytes / element if element else 0.0
+    gradient_bytes, element = gradients_of(_as_recorded(built.graph, graph), anatomy)
     model, size, missing = None, 0.0, ""
     measured = layout
     try:
         found = read_model(built, layout, anatomy)
         model, measured, size, missing = found.model, found.layout, found.element_bytes, found.doubt
+        if missing and found.missed <= NEAREST:
+            health.note(f"Memory is that of the nearest family of models ({model.family}): {missing}.")
+            missing = ""
     except InputError as error:
         missing = str(error)
     measured = with_schedule(built.job, measured, anatomy.micro_batches)
-    if not on_device:
-        return Footprint(measured, StateBytes(), on_device=False)
-    states = states_of(built.job, element, size)
+    parameters = gradient_bytes / (element or size or UNKNOWN_GRADIENT)
+    if gradient_bytes and not element:
+        health.guessed["bytes an element of reduced gradients, whose type the trace does not state"] += 1
+    assumed = UNKNOWN_GRADIENT if gradient_bytes and not size else 0.0
+    states = states_of(built.job.ranks, element or assumed, size)
     health.guessed["optimizer states taken to be fp32, as many as the optimizer's name says"] += 1
     if model is not None:
-        model = with_ends(model, measured, parameters or (gradient_bytes / size if size else 0.0), health)
+        model = with_ends(model, measured, parameters, health)
+    model = None if missing else model
+    known = trains(anatomy)
+    traced = None
+    if model is None and known:
+        traced = max((traced_memory(trace) for trace in built.job.ranks), key=lambda found: found.predicted)
+        dense = traced.weights - traced.tables
+        if not size and traced.elements:
+            states = states_of(built.job.ranks, element, dense / traced.elements)
     return Footprint(
-        measured,
-        states,
-        parameters,
-        None if missing else model,
-        float(max(peaks, default=0)),
-        missing,
-    )
+        measured, states, parameters, model if known else None, float(max(peaks, default=0)), missing, on_device,
+        traced, _gathers_late(graph, anatomy), known,
+    )  # fmt: skip
 
 
-def states_of(job: Job, gradient_bytes: int, compute_bytes: float) -> StateBytes:
-    """Bytes an element of what a measured job keeps.
-
-    gradient_bytes  of an element as gradients are reduced, 0 = not seen
-    compute_bytes   of an element of the layers' products, 0 = not seen
-    """
-    weight = compute_bytes or gradient_bytes or 2.0
-    master = 4.0 if weight < 4.0 and compute_bytes else 0.0
-    optimizer = 4.0 * _moments(job) + master
-    return StateBytes(weight, gradient_bytes or weight, optimizer, compute_bytes or weight, fused_attention(job))
+def _as_recorded(built: Graph, graph: Graph) -> Graph:
+    """The graph without the sizes of collectives that were worked out from their time: they would tell no weights."""
+    pairs = zip(graph.collectives, built.collectives, strict=True)
+    items = tuple(replace(item, bytes_in=was.bytes_in, bytes_out=was.bytes_out) for item, was in pairs)
+    return replace(graph, collectives=items)
 
 
 def with_schedule(job: Job, layout: Layout, micro_batches: int) -> Layout:
@@ -176,38 +301,46 @@ def with_ends(model: Model, layout: Layout, parameters: float, health: Health) -
     )
 
 
-def gradients_of(graph: Graph, anatomy: Anatomy) -> tuple[float, int]:
-    """(bytes of all gradients of one rank, bytes an element), from what one micro batch reduces; (0, 0) unknown."""
-    kinds = {"all_reduce", "reduce_scatter"}
+def _gathers_late(graph: Graph, anatomy: Anatomy) -> bool:
+    """Whether most of what data ranks gather is gathered behind the optimizer: each then holds the whole weights."""
     carries = [
-        item.kind in kinds
-        and item.group >= 0
-        and axis_of(graph.groups[item.group].axis) in DATA_AXES
-        and max(item.bytes_in, item.bytes_out) > SCALAR_BYTES
+        max(item.bytes_in, item.bytes_out, 0)
+        if item.kind == "all_gather" and item.group >= 0 and axis_of(graph.groups[item.group].axis) in DATA_AXES
+        else 0
         for item in graph.collectives
     ]
-    nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & np.array([*carries, False], np.bool_)[graph.instance])
-    if not len(nodes):
-        return 0.0, 0
+    moved = np.array([*carries, 0], np.float64)[graph.instance] * (graph.kind == NodeKind.TRANSFER)
+    late = anatomy.phase == int(Phase.OPTIMIZER)
+    return bool(moved[late].sum() > moved[~late].sum())
+
+
+def gradients_of(graph: Graph, anatomy: Anatomy) -> tuple[float, float]:
+    """(bytes of all gradients of one rank, bytes an element), from what one micro batch reduces; (0, 0) unknown.
+
+    Where gradients have several types their mean counts; where one is not stated, that of none is known.
+    """
+    kinds = {"all_reduce", "reduce_scatter"}
+    reduces = [
+        item.kind in kinds and item.group >= 0 and axis_of(graph.groups[item.group].axis) in DATA_AXES
+        for item in graph.collectives
+    ]
+    moved_bytes = np.array([max(item.bytes_in, item.bytes_out) for item in graph.collectives] + [0], np.int64)
+    nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & np.array([*reduces, False], np.bool_)[graph.instance])
+    unknown = moved_bytes[graph.instance[nodes]] < 0
+    nodes = nodes[moved_bytes[graph.instance[nodes]] > SCALAR_BYTES]
+    if unknown.any() or not len(nodes):
+        return 0.0, 0.0
     scatters = any(graph.collectives[at].kind == "reduce_scatter" for at in graph.instance[nodes].tolist())
     total: dict[tuple[int, int, int], float] = {}
-    elements: set[int] = set()
+    sizes: list[tuple[float, int]] = []
     for node in nodes.tolist():
         item = graph.collectives[int(graph.instance[node])]
         if scatters and item.kind != "reduce_scatter":
             continue
         key = (int(graph.rank[node]), int(graph.step[node]), int(anatomy.micro_batch[node]))
         total[key] = total.get(key, 0.0) + max(item.bytes_in, item.bytes_out)
-        elements.add(ELEMENT_BYTES.get(item.dtype, 0))
+        sizes.append((max(item.bytes_in, item.bytes_out), ELEMENT_BYTES.get(item.dtype, 0)))
     whole = max(total.values())
-    return whole, next(iter(elements)) if len(elements) == 1 else 0
-
-
-def _moments(job: Job) -> int:
-    """fp32 values beside each parameter, by the name of the optimizer in its step's annotation."""
-    for trace in job.ranks:
-        for text in trace.events.strings:
-            found = _OPTIMIZER.match(text)
-            if found:
-                return next((count for name, count in _MOMENTS.items() if name in found[1].lower()), 2)
-    return 2
+    if not all(each for _, each in sizes):
+        return whole, 0.0
+    return whole, sum(moved for moved, _ in sizes) / sum(moved / each for moved, each in sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -50,7 +51,10 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes at the peak of one rank, by what they hold. `total` is what must fit."""
+    """Bytes at the peak of one rank, by what they hold. `total` is what must fit.
+
+    logits: with what the last norm and the head keep;  gathered: of FSDP's units;  buffers: of communicators
+    """
 
     weights: float
     gradients: float
@@ -66,9 +70,32 @@ class Memory:
     def total(self) -> float:
         return float(sum(getattr(self, name) for name in self.__slots__))
 
-    def scaled(self, factor: float) -> Memory:
-        """All of it multiplied: what a measured peak makes of the model's."""
-        return Memory(**{name: getattr(self, name) * factor for name in self.__slots__})
+    @property
+    def states(self) -> float:
+        """Weights, gradients and what the optimizer keeps."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def tensors(self) -> float:
+        """What an allocator's peak counts: neither its own waste, nor what libraries take beside it."""
+        return self.states + self.activations + self.logits + self.gathered
+
+    def scaled(self, states: float, rest: float) -> Memory:
+        """States and all other tensors multiplied, as a measured peak says; buffers and context are not in a peak."""
+        out = replace(
+            self,
+            weights=self.weights * states,
+            gradients=self.gradients * states,
+            optimizer=self.optimizer * states,
+            activations=self.activations * rest,
+            logits=self.logits * rest,
+            gathered=self.gathered * rest,
+        )
+        return replace(out, fragmentation=FRAGMENTATION * out.tensors) if self.fragmentation else out
+
+    def on_host(self) -> Memory:
+        """The same without what only a device's allocator and libraries take."""
+        return replace(self, buffers=0.0, fragmentation=0.0, reserved=0.0)
 
 
 def alive(program: Program) -> tuple[int, ...]:
@@ -110,14 +137,28 @@ def layer_activation_bytes(
     return kept + tokens * model.heads / layout.tp * seq * scores
 
 
+@lru_cache(maxsize=4096)
+def held_by_rank(schedule: str, ranks: int, micro_batches: int, chunks: int) -> tuple[tuple[int, ...], int]:
+    """(`alive` of a schedule, the rank that holds the last stage: the first one where the stages go there and back)."""
+    program = build(schedule, ranks, micro_batches, chunks)
+    return alive(program), program.rank_of_stage[-1]
+
+
+def _ends(layout: Layout, rank: int) -> tuple[bool, bool]:
+    """Whether a pipeline rank holds the embedding, and whether it holds the head."""
+    if layout.pp == 1 or not layout.microbatches:
+        return rank == 0, rank == layout.pp - 1
+    return rank == 0, rank == held_by_rank(layout.pipeline_schedule, layout.pp, layout.microbatches, layout.chunks)[1]
+
+
 def rank_parameters(model: Model, layout: Layout, rank: int = 0) -> float:
     """Parameters of the pipeline rank `rank`'s stages after tensor and expert parallelism, before sharding over data."""
     per_layer = (model.layer_parameters - model.experts * model.expert_parameters) / layout.tp
     per_layer += model.experts * model.expert_parameters / (layout.tp * layout.ep)
     layers = -(-model.layers // layout.stages) * layout.chunks if layout.pp > 1 else model.layers
-    ends = (rank == 0) + (rank == layout.pp - 1)
+    ends = sum(_ends(layout, rank))
     embedding = model.embedding_parameters / layout.tp
-    if layout.pp == 1 and model.tied:
+    if ends == 2 and model.tied:
         ends = 1
     return min(layers, model.layers) * per_layer + ends * embedding
 
@@ -127,15 +168,15 @@ def rank_memory(
     layout: Layout,
     rank: int = 0,
     states: StateBytes | None = None,
-    program: Program | None = None,
 ) -> Memory:
     """The peak of one pipeline rank. The layout must say mbs, seq and microbatches (UsageError otherwise)."""
     states = states or StateBytes()
     if not (layout.mbs and layout.seq and layout.microbatches):
         raise UsageError(f"layout {layout}: memory needs mbs, seq and microbatches")
-    if layout.pp > 1 and program is None:
-        program = build(layout.pipeline_schedule, layout.pp, layout.microbatches, layout.chunks)
-    held = alive(program)[rank] if program else 1
+    held = 1
+    if layout.pp > 1:
+        held = held_by_rank(layout.pipeline_schedule, layout.pp, layout.microbatches, layout.chunks)[0][rank]
+    embeds, heads = _ends(layout, rank)
     parameters = rank_parameters(model, layout, rank)
     sharded = (layout.fsdp > 1 or layout.zero == 3) and layout.pp == 1
     # In a pipeline FSDP keeps weights gathered and gradients whole until the last micro batch of the step.
@@ -149,13 +190,17 @@ def rank_memory(
         working = layer_activation_bytes(
             model, replace(layout, recompute="none"), tokens, layout.seq, states.activation, states.fused
         )
-    logits = tokens * model.vocab / layout.tp * (states.activation * 2 + 4) if rank == layout.pp - 1 else 0.0
+    # Outside the layers (2205.05198, section 4.3): the mask of the dropout behind the embedding, inputs of norm and head.
+    width = tokens * model.hidden / (layout.tp if layout.sp else 1)
+    mask = width if embeds and model.family == "gpt" else 0.0
+    logits = tokens * model.vocab / layout.tp * (states.activation * 2 + 4) + 2 * width * states.activation
     unit = model.layer_parameters / layout.tp / (layout.ep if model.experts > 1 else 1)
     gathered = 2.0 * unit * states.weight + unit * states.gradient if sharded else 0.0
     weights = parameters * states.weight / of_weights
     gradients = parameters * states.gradient / of_gradients
     optimizer = parameters * states.optimizer / layout.shards
-    activations = held * layers * layer + working
+    activations = held * (layers * layer + mask / layout.chunks) + working
+    logits = logits if heads else 0.0
     tensors = weights + gradients + optimizer + activations + logits + gathered
     communicators = sum(degree > 1 for degree in (layout.dp, layout.fsdp, layout.tp, layout.pp, layout.cp, layout.ep))
     return Memory(
@@ -173,9 +218,8 @@ def rank_memory(
 
 def peak_memory(model: Model, layout: Layout, states: StateBytes | None = None) -> Memory:
     """The rank that needs most: the first stage holds most micro batches, the last one the logits."""
-    program = build(layout.pipeline_schedule, layout.pp, layout.microbatches, layout.chunks) if layout.pp > 1 else None
     ranks = {0, layout.pp - 1, min(1, layout.pp - 1)}
-    return max((rank_memory(model, layout, rank, states, program) for rank in ranks), key=lambda memory: memory.total)
+    return max((rank_memory(model, layout, rank, states) for rank in ranks), key=lambda memory: memory.total)
 
 
 def stretch_peaks(measured_bytes: Sequence[float], old: Program, new: Program, ends: int = 1) -> tuple[float, ...]:

@@ -7,14 +7,15 @@ communication is costed; the bound never exceeds the estimate, so the winner is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.estimate import PLAIN, Estimate, Fit, Network, Terms, estimate, lower_bound_s
 from scaletrace.extrapolate.layout import Layout, divisors
-from scaletrace.extrapolate.memory import StateBytes, peak_memory
+from scaletrace.extrapolate.memory import Memory, StateBytes, peak_memory
 from scaletrace.extrapolate.rewrite import schedules
 from scaletrace.extrapolate.workload import Workload
 
@@ -164,18 +165,19 @@ def search(
     exhaustive: bool = False,
     fit: Fit = PLAIN,
     states: StateBytes | None = None,
-    memory_factor: float = 1.0,
+    memory: Callable[[Layout], Memory] | None = None,
     also: Layout | None = None,
 ) -> Found:
     """The fastest layouts that fit. `exhaustive` costs every candidate, to check that pruning loses nothing.
 
     fit            what a measured step makes of the estimate (fit.fit_to)
     states         bytes of what training keeps; default: by the type of the compute
-    memory_factor  what a measured peak makes of the memory model
+    memory         the peak of a layout; default: that of the model (memory.peak_memory) with `states`
     also           a layout to list at the end where it is not among the best: the measured one
     Raises UsageError where nothing fits, saying what was in the way.
     """
     states = states or StateBytes.of(work.element_bytes)
+    peak = memory or partial(peak_memory, work.model, states=states)
     bounded = [(0.0 if exhaustive else lower_bound_s(work, layout, fit), layout) for layout in candidates(work, space)]
     bounded.sort(key=lambda pair: pair[0])
     discarded: Counter[str] = Counter()
@@ -191,13 +193,13 @@ def search(
         if not exhaustive and len(kept) == best and found.step_s >= kept[-1].step_s:
             discarded["slower than the best"] += 1
             continue
-        memory = peak_memory(work.model, layout, states).scaled(memory_factor)
-        if memory.total > space.memory_bytes:
+        needed = peak(layout)
+        if needed.total > space.memory_bytes:
             discarded["more memory than there is"] += 1
             if too_large is None or (found.step_s, str(layout)) < (too_large.step_s, str(too_large.layout)):
-                too_large = replace(found, memory=memory)
+                too_large = replace(found, memory=needed)
             continue
-        kept.append(replace(found, memory=memory))
+        kept.append(replace(found, memory=needed))
         kept.sort(key=lambda item: (item.step_s, str(item.layout)))
         del kept[best:]
     if not kept:
@@ -209,8 +211,7 @@ def search(
     if too_large is not None and too_large.step_s >= kept[-1].step_s:
         too_large = None
     if also is not None and also not in [item.layout for item in kept]:
-        memory = peak_memory(work.model, also, states).scaled(memory_factor)
-        kept.append(replace(estimate(work, also, network, states, fit), memory=memory))
+        kept.append(replace(estimate(work, also, network, states, fit), memory=peak(also)))
     losers = tuple(Lost(item, item.step_s / kept[0].step_s - 1, reasons(kept[0], item)) for item in kept[1:])
     return Found(kept[0], losers, len(bounded), discarded, evaluated, too_large)
 

@@ -189,6 +189,7 @@ class Reading:
     """A model as a job's shapes tell it. `layout`: with micro batch, micro batches and length.
 
     doubt: why the weights of its layers are not those that the job's products read, "" where they are
+    missed: share by which they miss those
     unknown: as in Workload
     """
 
@@ -197,6 +198,7 @@ class Reading:
     element_bytes: float
     doubt: str = ""
     unknown: tuple[str, ...] = ()
+    missed: float = 0.0
 
 
 def read_model(built: Built, layout: Layout, anatomy: Anatomy) -> Reading:
@@ -231,20 +233,22 @@ def read_model(built: Built, layout: Layout, anatomy: Anatomy) -> Reading:
         **{axis: getattr(layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
         mbs=samples, microbatches=anatomy.micro_batches, seq=seq * layout.cp,
     )  # fmt: skip
-    doubt = _doubt(model, [one for one in blocks if one is not None])
-    return Reading(model, measured, block.element_bytes, doubt, tuple(name for name, told in known.items() if not told))
+    unknown = tuple(name for name, told in known.items() if not told)
+    doubt, missed = _doubt(model, [one for one in blocks if one is not None])
+    return Reading(model, measured, block.element_bytes, doubt, unknown, missed)
 
 
-def _doubt(model: Model, blocks: Sequence[Block]) -> str:
-    """Why the model's layers are not the measured ones: their weights, in all, are others."""
+def _doubt(model: Model, blocks: Sequence[Block]) -> tuple[str, float]:
+    """Why the model's layers are not the measured ones (their weights, in all, are others), and by what share."""
     read = sum(block.weights for block in blocks) / len(blocks)
     told = model.attention_parameters + model.experts * model.expert_parameters
-    if abs(told / read - 1) <= TOLERANCE:
-        return ""
+    missed = abs(told / read - 1)
+    if missed <= TOLERANCE:
+        return "", missed
     return (
         f"the products of a layer read {read:,.0f} weights, and the family that fits best ({model.family}) has "
         f"{told:,.0f}; name the model instead of the trace"
-    )
+    ), missed
 
 
 def _vocabulary(ends: Sequence[Operator], hidden: int) -> int:

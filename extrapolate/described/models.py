@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,22 @@ class Model:
     def head_in_layers(self) -> float:
         """FLOP of the language-model head in units of one layer's at this sequence length."""
         return 2.0 * self.embedding_parameters / self.layer_forward_flop(1, self.seq)
+
+    def resized(self, layers: int = 0, hidden: int = 0) -> Model:
+        """The model with another depth or width, 0 = as it is: heads keep their size and grow in number, the MLP and
+        the heads of keys in proportion. Raises UsageError where no whole number of heads fills the width."""
+        wide = hidden or self.hidden
+        if (wide * self.heads) % self.hidden:
+            raise UsageError(f"hidden={wide} is no multiple of the {self.hidden // self.heads} of each head")
+        times = wide / self.hidden
+        return replace(
+            self,
+            layers=layers or self.layers,
+            hidden=wide,
+            heads=wide * self.heads // self.hidden,
+            ffn=round(self.ffn * times),
+            kv_heads=max(1, round(self.kv_heads * times)) if self.kv_heads else 0,
+        )
 
     def layer_forward_flop(self, tokens: float, seq: int, causal: bool = False) -> float:
         """Forward FLOP of one layer for `tokens` tokens in sequences of `seq`; causal counts half of the scores."""

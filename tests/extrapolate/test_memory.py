@@ -1,6 +1,7 @@
 """Memory: activations, what schedules hold alive, sharded states, and measured peaks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.described.models import Model, load_model
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.memory import (
+    FRAGMENTATION,
     StateBytes,
     alive,
     layer_activation_bytes,
@@ -78,7 +80,53 @@ def test_the_fullest_rank_of_a_pipeline_is_found() -> None:
     layout = Layout.parse("tp=8,pp=8,sp=1,mbs=1,microbatches=32,seq=2048")
 
     assert rank_memory(GPT, layout, 0).total == peak_memory(GPT, layout).total
-    assert rank_memory(GPT, layout, 0).activations == 8 * rank_memory(GPT, layout, 7).activations
+    mask = 2048 * GPT.hidden / 8
+    assert rank_memory(GPT, layout, 0).activations == 8 * (rank_memory(GPT, layout, 7).activations + mask)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fused", "activations"),
+    [
+        # L · 34 sbh and sbh for the mask behind the embedding, with sbh = 2048 · 6144 = 12,582,912
+        ("tp=1", True, 48 * 34 * 12_582_912 + 12_582_912),
+        # 5 a s / h = 106.67 more sbh a layer where scores are kept
+        ("tp=1", False, 48 * (34 * 12_582_912 + 5 * 64 * 2048 * 2048) + 12_582_912),
+        ("tp=1,recompute=selective", False, 48 * 34 * 12_582_912 + 12_582_912),
+        # each layer's input, and one layer in full while it runs again
+        ("tp=1,recompute=full", True, 48 * 2 * 12_582_912 + 12_582_912 + 34 * 12_582_912),
+        ("tp=8,sp=1,recompute=full", True, (48 * 2 + 1 + 34) * 1_572_864),
+        # sbh · (10 + 24 / t) without, 34 sbh / t with sequence parallelism
+        ("tp=8", True, 48 * 13 * 12_582_912 + 12_582_912),
+        ("tp=8,sp=1", True, 48 * 34 * 1_572_864 + 1_572_864),
+        # the first of p stages holds p micro batches of L / p layers: as much as the whole without a pipeline
+        ("tp=8,sp=1,pp=8,microbatches=32", True, 48 * 34 * 1_572_864 + 8 * 1_572_864),
+        ("tp=8,sp=1,pp=8,microbatches=4", True, 24 * 34 * 1_572_864 + 4 * 1_572_864),
+        ("tp=8,sp=1,pp=8,microbatches=32,schedule=GPipe", True, 32 * 6 * 34 * 1_572_864 + 32 * 1_572_864),
+        # interleaved: 1 + (p - 1) / (p m) as much, here 31 / 24
+        ("tp=8,sp=1,pp=8,chunks=3,microbatches=32", True, 62 * 34 * 1_572_864 + 16_252_928),
+        ("tp=8,sp=1,pp=8,microbatches=32,recompute=full", True, (48 * 2 + 8 + 34) * 1_572_864),
+        ("cp=4", True, (48 * 34 + 1) * 12_582_912 // 4),
+    ],
+)
+def test_activations_of_the_first_rank_are_korthikantis(layout: str, fused: bool, activations: int) -> None:
+    """Equations 1 to 6 of 2205.05198 for 48 layers of width 6144 at 2,048 tokens, worked out by hand."""
+    base = Layout.parse(layout)
+    asked = replace(base, mbs=1, seq=2048, microbatches=base.microbatches or 1)
+
+    assert activations == rank_memory(GPT, asked, 0, StateBytes(fused=fused)).activations
+
+
+@pytest.mark.parametrize(("schedule", "rank"), [("1F1B", 3), ("ZBVZeroBubble", 0)])
+def test_the_head_is_where_the_last_stage_is(schedule: str, rank: int) -> None:
+    """Inputs of norm and head 4 sbh, logits in two types and their gradient 8 sbv, on one rank; a V brings it back to the first."""
+    chunks = 2 if schedule == "ZBVZeroBubble" else 1
+    layout = Layout(pp=4, chunks=chunks, schedule=schedule, mbs=1, seq=2048, microbatches=8)
+    logits = [rank_memory(GPT, layout, each).logits for each in range(4)]
+    expected = [4 * 12_582_912 + 8 * 2048 * 51200 if each == rank else 0 for each in range(4)]
+    tied = 51200 * 6144
+
+    assert expected == logits
+    assert tied == rank_parameters(GPT, layout, rank) - rank_parameters(GPT, layout, 1)
 
 
 def test_published_configurations_fit_and_their_neighbours_do_not() -> None:
@@ -152,8 +200,23 @@ def test_single_precision_keeps_no_second_copy_of_the_weights() -> None:
     assert (2.0, 12.0) == (StateBytes.of(2.0).weight, StateBytes.of(2.0).optimizer)
 
 
-def test_a_measured_peak_scales_all_of_the_model() -> None:
-    """Every part follows, so that the total is the measured one."""
+def test_a_measured_peak_scales_the_tensors_alone() -> None:
+    """States and the rest follow it, and the allocator's waste with them; buffers and context are in no peak."""
     memory = rank_memory(GPT, Layout.parse("tp=8,sp=1,mbs=1,microbatches=1,seq=2048"))
+    scaled = memory.scaled(1.0, 1.25)
 
-    assert memory.total * 1.25 == pytest.approx(memory.scaled(1.25).total)
+    assert memory.states == scaled.states
+    assert 1.25 * (memory.tensors - memory.states) == pytest.approx(scaled.tensors - scaled.states)
+    assert (memory.buffers, memory.reserved) == (scaled.buffers, scaled.reserved)
+    assert FRAGMENTATION * scaled.tensors == pytest.approx(scaled.fragmentation)
+
+
+def test_a_resized_model_keeps_the_size_of_its_heads() -> None:
+    """Twice the width has twice the heads, keys and MLP; a width that no whole number of heads fills is refused."""
+    llama = Model("llama", "llama", layers=4, hidden=512, heads=8, ffn=1408, kv_heads=2)
+    wide = llama.resized(layers=6, hidden=1024)
+
+    assert (6, 1024, 16, 2816, 4) == (wide.layers, wide.hidden, wide.heads, wide.ffn, wide.kv_heads)
+    assert llama == llama.resized()
+    with pytest.raises(UsageError, match="no multiple of the 64 of each head"):
+        llama.resized(hidden=600)

@@ -43,7 +43,7 @@ def test_recorded_activations_follow_from_shapes(recordings: Path, case: str) ->
     found = traced_memory(job.ranks[0])
 
     assert found.predicted == pytest.approx(found.measured, rel=0.12)
-    assert fused_attention(job)
+    assert fused_attention(job.ranks)
 
 
 def test_checkpoints_keep_less(recordings: Path) -> None:

@@ -17,7 +17,7 @@ from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import Calibration, collective_seconds
 from scaletrace.extrapolate.estimate import Network
-from scaletrace.extrapolate.flops import step_flop
+from scaletrace.extrapolate.flops import flop_by_growth, step_flop
 from scaletrace.extrapolate.footprint import Footprint, footprint_of
 from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layers import Phase
@@ -28,6 +28,7 @@ from scaletrace.extrapolate.overlap import Slowdown
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.buckets import rebucket
 from scaletrace.extrapolate.rewrite.data import Shape
+from scaletrace.extrapolate.rewrite.depth import measured_width
 from scaletrace.extrapolate.rewrite.device import move
 from scaletrace.extrapolate.rewrite.gradients import reduces_gradients, trains, with_gradients, woven_gradients
 from scaletrace.extrapolate.rewrite.replicas import replicate
@@ -160,6 +161,7 @@ class _Measured:
     moves_compute: bool
     health: Health
     certainty: float
+    growth: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,7 @@ def _with_state(measured: _Measured, built: Built, copies: ShardCopies) -> Base:
     state = open_state(built, layout, Network(cluster, measured.calibration), ceilings)
     if asked.layout is not None and _other_axes(asked.layout, measured.measured_layout):
         old = measured.measured_layout
+        measured = replace(measured, growth=_growth(state, asked.layout))
         state = relayout(state, _on_measured_ranks(asked.layout.over(state.layout), old))
     if measured.moves_compute:
         state = replace(move(state, Ceilings.of(cluster.device)), error=float(np.hypot(state.error, DEVICE_ERROR)))
@@ -388,7 +391,7 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
         found=measured.found,
         compute_moved=measured.moves_compute,
         tokens_per_step=tokens * work if tokens else None,
-        flop_per_step=flop * work * _depth_ratio(measured, layout) or None if flop else None,
+        flop_per_step=flop * work * _size_ratio(measured) or None if flop else None,
         flop_counted=not told,
         rebuilt=_rebuilt(measured, layout, error),
         model_error=error,
@@ -429,14 +432,25 @@ def _work_ratio(measured: _Measured, layout: Layout) -> float:
     )
 
 
-def _depth_ratio(measured: _Measured, layout: Layout) -> float:
-    """How much more FLOP a sample takes at the depth that is asked for; 0 where that is not known."""
-    model = measured.footprint.model
-    if not (layout.layers or layout.hidden):
+def _size_ratio(measured: _Measured) -> float:
+    """How much more FLOP a sample takes at the depth and width that are asked for; 0 where that is not known."""
+    depth, width = measured.growth
+    if depth == width == 1.0:
         return 1.0
-    if model is None or (layout.hidden or model.hidden) != model.hidden:
+    parts = flop_by_growth(measured.job)
+    if parts is not None:
+        return parts.resized(depth, width) / parts.total
+    model = measured.footprint.model
+    if model is None:
         return 0.0
-    return replace(model, layers=layout.layers or model.layers).step_flop(1.0) / model.step_flop(1.0)
+    there = model.resized(round(model.layers * depth), round(model.hidden * width))
+    return there.step_flop(1.0) / model.step_flop(1.0)
+
+
+def _growth(state: State, asked: Layout) -> tuple[float, float]:
+    """Depth and width that are asked for over those of a measured state; 1.0 for what stays."""
+    depth = asked.layers / state.anatomy.layers if asked.layers and state.anatomy.layers else 1.0
+    return depth, asked.hidden / measured_width(state) if asked.hidden else 1.0
 
 
 def _has_replicas(graph: Graph) -> bool:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from scaletrace.extrapolate.signatures import sections_of
 from scaletrace.parse.events import BoolArray, Events, IntArray
 from scaletrace.parse.job import Job, RankTrace
 
@@ -31,17 +34,60 @@ BACKWARD = "autograd::engine::evaluate_function"
 CHECKPOINT = "CheckpointFunctionBackward"
 
 
+@dataclass(frozen=True, slots=True)
+class Flop:
+    """FLOP of one step on the mean rank, by how they grow with a model: products of layers' weights with the square of
+    its width, attention and products of activations in the layers, and all that is outside them (head), in proportion."""
+
+    products: float
+    mixing: float
+    ends: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.mixing + self.ends
+
+    def resized(self, depth: float, width: float) -> float:
+        """FLOP of a model with `depth` times the layers and `width` times the width; heads keep their size."""
+        return depth * (self.products * width**2 + self.mixing * width) + self.ends * width
+
+
+MIXING = ("aten::bmm", "aten::baddbmm")
+"""Products of batches, which in a layer are of activations with activations."""
+
+
 def step_flop(job: Job) -> float | None:
     """FLOP of one step on the mean rank, None where the trace holds no shapes of such operators.
 
     A product of m × k and k × n counts 2·m·k·n; attention counts 4·s·t·d a head forward and 8·s·t·d backward, without
     regard to masks.
     """
-    found = [value for rank in job.ranks if (value := _rank_flop(rank)) is not None]
+    found = [float(flop.sum()) / steps for rank in job.ranks for _, flop, steps in [_counted(rank)] if flop.sum()]
     return float(np.mean(found)) if found else None
 
 
-def _rank_flop(rank: RankTrace) -> float | None:
+def flop_by_growth(job: Job) -> Flop | None:
+    """The FLOP of `step_flop` by how they grow; None where there are none, or no layers to tell them apart by."""
+    found = []
+    for rank in job.ranks:
+        rows, flop, steps = _counted(rank)
+        sections = sections_of(rank)
+        if not flop.sum():
+            continue
+        if not sections.layers:
+            return None
+        at = sections.at(rank.events.ts_ns[rows])
+        unit = np.where(at >= 0, sections.unit[np.maximum(at, 0)], -1)
+        layered = np.array([*sections.is_layer, False], np.bool_)[unit]
+        mixes = [name in MIXING or name.startswith(ATTENTION) for name in rank.events.strings]
+        mixing = layered & np.array(mixes, np.bool_)[rank.events.name[rows]]
+        parts = (flop[layered & ~mixing].sum(), flop[mixing].sum(), flop[~layered].sum())
+        found.append([float(part) / steps for part in parts])
+    return Flop(*(float(part) for part in np.mean(found, axis=0))) if found else None
+
+
+def _counted(rank: RankTrace) -> tuple[IntArray, npt.NDArray[np.float64], int]:
+    """(rows of the operators that count, FLOP of each, steps that they belong to)."""
     events = rank.events
     wanted = [i for i, name in enumerate(events.strings) if name in PRODUCTS or name.startswith(ATTENTION)]
     rows = np.flatnonzero(np.isin(events.name, wanted) & (events.dur_ns >= 0))
@@ -55,15 +101,10 @@ def _rank_flop(rank: RankTrace) -> float | None:
         rows, dims = rows[inside], dims[inside]
     once = ~_repeated(events, rows)
     rows, dims = rows[once], dims[once]
-    if not len(rows):
-        return None
     pairs = np.stack([events.name[rows].astype(np.int64), dims.astype(np.int64)])
-    kinds, counts = np.unique(pairs, axis=1, return_counts=True)
-    total = sum(
-        int(count) * operator_flop(events.strings[int(name)], events.strings[int(text)])
-        for name, text, count in zip(kinds[0], kinds[1], counts, strict=True)
-    )
-    return total / max(1, len(steps)) if total else None
+    kinds, which = np.unique(pairs, axis=1, return_inverse=True)
+    each = [operator_flop(events.strings[name], events.strings[text]) for name, text in kinds.T.tolist()]
+    return rows, np.array(each, np.float64)[which.reshape(-1)], max(1, len(steps))
 
 
 def _repeated(events: Events, rows: IntArray) -> BoolArray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -140,7 +140,16 @@ def _options(item: Evidence, placed: Placement, cluster: Cluster, seen: str) -> 
 
 
 def _fastest(terms: Sequence[Term], multipliers: Floats) -> tuple[float, float, float]:
-    best = min(terms, key=lambda term: float(np.dot((term.local_s, term.remote_s, term.wire_s), multipliers)))
+    """The parts of the fastest term; of one on its plateau the latencies as often as that has them, and no bytes."""
+    local, remote, wire = multipliers.tolist()
+    corrected = [
+        (replace(term, local_s=term.local_s * local, remote_s=term.remote_s * remote, wire_s=term.wire_s * wire), term)
+        for term in terms
+    ]
+    now, best = min(corrected, key=lambda pair: pair[0].seconds)
+    latency_s = now.local_s + now.remote_s
+    if now.wire_s < (best.plateau - 1) * latency_s:
+        return best.plateau * best.local_s, best.plateau * best.remote_s, 0.0
     return best.local_s, best.remote_s, best.wire_s
 
 

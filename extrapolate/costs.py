@@ -111,7 +111,7 @@ class Calibration:
 
 
 PRIOR_ERROR = 0.25
-"""Relative error (one sigma) of the uncalibrated tuner form: 8.7 % mean on the all-gather table, 15 to 40 % on tree
+"""Relative error (one sigma) of the uncalibrated tuner form: 7 % mean on the all-gather table, 15 to 40 % on tree
 all-reduces of 32 to 4,096 GPUs (benchmarks/collectives)."""
 GLOO_PRIOR_ERROR = 0.5
 """gloo's rates depend on the host, which a catalog's Ethernet knows nothing of."""
@@ -128,9 +128,10 @@ UNSEEN_TIER_ERROR = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one collective, split into latency and bytes, with algorithm, origin and relative error (1 sigma).
+    """Seconds of one collective, split into bytes and the latency beyond them, with algorithm, origin and relative error (1 sigma).
 
     last_s  what the last member takes beyond the others, a part of `seconds` (nccl.Term)
+    busy    share of beta_s in which the links are busy (nccl.Term)
     """
 
     seconds: float
@@ -140,6 +141,7 @@ class Cost:
     provenance: Provenance
     rel_error: float
     last_s: float = 0.0
+    busy: float = 1.0
 
 
 def collective_seconds(
@@ -190,7 +192,7 @@ def placed_seconds(
             return replace(floor, provenance=Provenance.PRIOR, rel_error=max(floor.rel_error, _prior_error(cluster)))
     origin, error = _origin(fit, size_bytes, placed, cluster)
     seconds, wire_s = term.seconds + term.last_s, term.wire_s + term.last_s
-    return Cost(seconds, term.local_s + term.remote_s, wire_s, term.algorithm, origin, error, term.last_s)
+    return Cost(seconds, seconds - wire_s, wire_s, term.algorithm, origin, error, term.last_s, term.busy)
 
 
 NOT_TREE = "not tree"

@@ -8,7 +8,7 @@ own the others), so a ring runs at the minimum over the tiers that it crosses of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.cluster import Cluster, Link, Placement
@@ -19,12 +19,14 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One candidate: time = local_s + remote_s + wire_s.
+    """One candidate: time = local_s + remote_s + wire_s, or the plateau where that is longer.
 
     local_s   base latency and hops inside the innermost domain
     remote_s  hops across the network
     wire_s    bytes over bandwidth
     last_s    what the last member to end takes beside that; 0 where all end together
+    plateau   the least time in units of the two latencies: until bytes take longer than that, they hide
+    busy      share of wire_s in which the links are; the rest is what few channels take longer
     """
 
     algorithm: str
@@ -33,10 +35,13 @@ class Term:
     remote_s: float
     wire_s: float
     last_s: float = 0.0
+    plateau: float = 1.0
+    busy: float = 1.0
 
     @property
     def seconds(self) -> float:
-        return self.local_s + self.remote_s + self.wire_s
+        latency_s = self.local_s + self.remote_s
+        return latency_s + max(self.wire_s, (self.plateau - 1) * latency_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +101,16 @@ TREE_NET_MEASURED = 2.0
 share. 1.97 from NVIDIA's NVLSTree all-reduce, 32 to 128 GPUs (GTC24 S62129, slide 35); used for both trees."""
 RING_PLATEAU = 1.4
 RING_PLATEAU_OLD = 1.9
+"""What a step of a ring across nodes takes over its hop by Simple (ncclTopoGetAlgoTime, "Plateau effect of ring"; the
+old one before Ampere). The tuner charges it to all-reduces alone, since gathers leave it no choice between algorithms."""
+LL_CHANNEL_BYTES = 8 * 512
+"""Bytes of one rank from which a ring with LL takes a further channel: NCCL_LL_THREAD_THRESHOLD times the threads of a
+channel (threadThresholds[RING][LL] *= nRanks in ncclTopoTuneModel, used by getChannelThreadInfo and its successors)."""
+CHANNELS_PER_NIC, MOST_CHANNELS = 2, 16
+"""Rings across nodes: one a NIC, each twice (connect.cc), up to those of the hosts with 8 NICs that LL's caps are of."""
 SIMPLE_FROM_BYTES = 1 << 20
-"""Above this many bytes a collective across nodes is taken to run Simple, whatever the tuner says of LL128: published
-all-gather tables follow Simple's latency, and LL128's is off by a factor of two there."""
+"""Above this many bytes a collective across nodes is taken to run Simple, whatever the tuner says of LL128 (gathers
+choose by bytes a rank, _gather_ring)."""
 
 
 def tuning(version: str) -> Tuning:
@@ -164,6 +176,51 @@ def _ring(cluster: Cluster, placed: Placement, size_bytes: float, passes: int, n
             Term("ring", protocol, const.ring_base[p] * US + local, remote, passes * size_bytes * (n - 1) / n / rate)
         )
     return out
+
+
+def _gather_ring(cluster: Cluster, placed: Placement, size_bytes: float, nics: int | None) -> list[Term]:
+    """Ring of a gather or scatter. Across nodes with the protocol that NCCL's table prefers, and as long as that takes.
+
+    LL128, where a build enables it across nodes, is not in the choice: published gathers of 16 to 64 KiB a rank take
+    twice as long as it would. Steps of Simple take at least the plateau of the ring, in which their bytes hide.
+    """
+    terms = _ring(cluster, placed, size_bytes, 1, nics)
+    if placed.nodes == 1:
+        return terms
+    plateau = RING_PLATEAU_OLD if cluster.device.generation == "volta" else RING_PLATEAU
+    return [*_gather_ll(cluster, placed, size_bytes, nics), replace(terms[2], plateau=plateau)]
+
+
+def _gather_ll(cluster: Cluster, placed: Placement, size_bytes: float, nics: int | None) -> list[Term]:
+    """LL of a gather across nodes, up to the bytes from which NCCL's table has Simple faster, and somewhat beyond.
+
+    The table has LL as fast with few channels as with all. In truth a step takes the same time until all are there, as
+    each of them moves the same bytes. So Simple takes longer at the switch than LL. Where exactly a build switches is
+    not known that well, and one rank more, with fewer bytes each, must not make all faster: the rise is spread over as
+    many more bytes. A node that is not full counts as a part of one, as otherwise its first rank would do that too.
+    """
+    const = tuning(cluster.nccl_version)
+    hop_us = const.ring_pci if cluster.tiers[0].link is Link.PCI else const.ring_nvlink
+    overhead_us = NET_OVERHEAD_US[cluster.cpu]
+    low_us, high_us = max(hop_us[0], overhead_us), max(hop_us[2], 3 * overhead_us)
+    inside, across = placed.size - placed.size / placed.local, placed.size / placed.local - 1
+    cap, bus = _ll_cap_Bps(cluster, placed.nodes), ring_rate_Bps(cluster, placed, nics)
+    # The table knows the links of the hosts, not what the switches above them hold back.
+    hosts = Placement(2 * placed.local, (placed.local, *(2 * placed.local for _ in placed.members[1:])))
+    links = ring_rate_Bps(cluster, hosts, nics)
+    gained_us = (placed.local - 1) * (high_us - low_us) + const.ring_net[2] - const.ring_net[0]
+    switch_bytes = gained_us * US / placed.local / (1 / min(links / 2, cap) - 1 / links)
+    if switch_bytes <= 0:
+        return []
+    part_bytes = size_bytes / placed.size
+    more = max(1.0, part_bytes / switch_bytes)
+    channels = min(MOST_CHANNELS, CHANNELS_PER_NIC * min(placed.local, nics or placed.local))
+    used = min(channels, max(1.0, min(part_bytes, switch_bytes) / LL_CHANNEL_BYTES))
+    rate = min(bus / 2, cap * used / channels)
+    local_s = (const.ring_base[0] + inside * low_us * more) * US
+    remote_s = across * const.ring_net[0] * more * US + _extra_hops_s(cluster, placed, False)
+    wire_s = size_bytes * (placed.size - 1) / placed.size / rate
+    return [Term("ring", "LL", local_s, remote_s, wire_s, busy=2 * rate / bus)]
 
 
 def _ll_cap_Bps(cluster: Cluster, nodes: int) -> float:
@@ -274,7 +331,7 @@ def candidates(
         terms = _ring(cluster, placed, size_bytes, 2, nics) + _tree(cluster, placed, size_bytes, nics)
         terms += _nvls(cluster, placed, size_bytes, nics)
     elif kind in ("all_gather", "reduce_scatter"):
-        terms = _ring(cluster, placed, size_bytes, 1, nics) + _pat(cluster, placed, size_bytes)
+        return _gather_ring(cluster, placed, size_bytes, nics) + _pat(cluster, placed, size_bytes)
     elif kind in ("broadcast", "reduce"):
         terms = _chain(cluster, placed, size_bytes, nics)
     elif kind in ("all_to_all", "gather", "scatter"):

@@ -314,8 +314,8 @@ def rescale(
 
 
 def _wire_share(cost: Cost) -> float:
-    """Share of a collective's time in which bytes decide."""
-    return cost.beta_s / cost.seconds if cost.seconds > 0 else 0.0
+    """Share of a collective's time in which its links are busy."""
+    return cost.busy * cost.beta_s / cost.seconds if cost.seconds > 0 else 0.0
 
 
 def _unchanged(cost: Cost) -> Cost:

@@ -259,10 +259,13 @@ def test_all_reduce_of_four_to_sixteen_nodes_predicts_five_hundred(shared_data: 
 
 
 def test_all_gather_of_two_small_sizes_predicts_a_thousand_ranks(shared_data: Path) -> None:
-    """The all-gather table fitted on 16 and 32 GPUs: mean error to 1,024 at most 10 % (alpha-beta alone: over 30 %)."""
+    """The all-gather table fitted on 16 and 32 GPUs: to 1,024 mean error at most 7 % and seven in eight within 10 %
+    (alpha-beta alone: over 30 %)."""
     table = pd.read_csv(shared_data / "numbers" / "collectives.csv")
     frame = table[(table.source_id == "simai_nic_ratio") & (table.gpus > 8)]
     ratio = frame.notes.str.removeprefix("ratio=").astype(float)
     frame = frame.assign(seconds=frame.size_bytes * (frame.gpus - 1) / frame.gpus / (ratio * 8 * 48.4e9))
 
-    assert np.abs(_errors(frame, "all_gather", 32)).mean() <= 0.10
+    error = np.abs(_errors(frame, "all_gather", 32))
+    assert error.mean() <= 0.07
+    assert (error <= 0.10).mean() >= 0.85

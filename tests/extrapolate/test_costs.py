@@ -20,11 +20,44 @@ MIB = 1 << 20
 
 def test_an_all_gather_over_a_thousand_ranks_costs_the_tuners_latency() -> None:
     """8.4 + 896 · 3.4 + 127 · 14 µs of latency, and 63/64 of the bytes over 384 GB/s capped by NVLink's 360."""
-    cost = collective_seconds("all_gather", 64 * MIB, 1024, H100)
+    cost = collective_seconds("all_gather", 1024 * MIB, 1024, H100)
 
     assert pytest.approx((8.4 + 896 * 3.4 + 127 * 14) * 1e-6) == cost.alpha_s
-    assert pytest.approx(64 * MIB * 1023 / 1024 / 360e9) == cost.beta_s
+    assert pytest.approx(1024 * MIB * 1023 / 1024 / 360e9) == cost.beta_s
     assert ("ring", Provenance.PRIOR) == (cost.algorithm, cost.provenance)
+
+
+def test_a_step_of_a_gather_takes_the_same_time_from_4_to_64_kib_a_rank() -> None:
+    """LL takes a further channel with every 4 KiB of a rank up to 16, each at 1/16 of its 20.4 GB/s; links hardly work."""
+    costs = [collective_seconds("all_gather", kib * 1024 * 1024, 1024, H100) for kib in (4, 16, 64)]
+    step = 896 * 1.0 + 127 * 2.7 + 1023 * (4096 * 16 / 20.4e3)
+
+    assert [pytest.approx((6.6 + step) * 1e-6)] * 3 == [cost.seconds for cost in costs]
+    assert pytest.approx(20.4 / 180 / 16) == costs[0].busy
+
+
+def test_one_member_a_node_has_two_channels() -> None:
+    """A NIC a node makes two rings: LL is at its full rate from 8 KiB a rank."""
+    strided = [collective_seconds("all_gather", 64 * kib * 1024, 64, H100, stride=8) for kib in (4, 8)]
+
+    assert [pytest.approx(63 * 8192 / 20.4e9)] * 2 == [cost.beta_s for cost in strided]
+
+
+def test_bytes_of_a_gather_hide_in_the_plateau_of_its_ring() -> None:
+    """From the switch to Simple every step takes 1.4 times its hops, until hops and bytes take longer than that."""
+    hops = 896 * 3.4 + 127 * 14
+    seconds = [collective_seconds("reduce_scatter", part << 20, 1024, H100).seconds * 1e6 for part in (128, 512, 1024)]
+
+    plain = [8.4 + hops + (part << 20) * 1023 / 1024 / 360e3 for part in (128, 512, 1024)]
+    assert [pytest.approx(1.4 * (8.4 + hops))] * 2 + [pytest.approx(plain[2])] == seconds
+    assert plain[1] < seconds[1] < seconds[2]
+
+
+def test_between_two_protocols_time_rises_with_bytes_and_not_at_once() -> None:
+    """NCCL's table switches at 74 KiB a rank, where Simple takes half as long again: the rise ends before 128 KiB."""
+    steps = [collective_seconds("all_gather", kib << 20, 1024, H100).seconds / 1023 * 1e6 for kib in (64, 72, 90, 112)]
+
+    assert [4.4, 4.8, 6.0, 6.6] == [round(step, 1) for step in steps]
 
 
 def test_a_group_owns_as_many_nics_as_it_has_members_in_a_node() -> None:
@@ -73,7 +106,7 @@ def test_small_all_reduces_take_the_tree_and_large_ones_in_a_node_the_switch() -
 def test_constants_follow_the_nccl_version() -> None:
     """The network hop of rings was 9.6 µs before 2.12, 28 in 2.12, 14 since 2.18."""
     latency = [
-        collective_seconds("all_gather", 64 * MIB, 512, replace(H100, nccl_version=version)).alpha_s * 1e6
+        collective_seconds("all_gather", 2048 * MIB, 512, replace(H100, nccl_version=version)).alpha_s * 1e6
         for version in ("2.8", "2.12", "2.18.3", "2.30")
     ]
 

@@ -10,8 +10,8 @@ import numpy as np
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Shape, Work
 from scaletrace.extrapolate.nodework import Role, Stretch
+from scaletrace.extrapolate.rewrite.removal import orphans, without_nodes
 from scaletrace.extrapolate.rewrite.schedules import build
-from scaletrace.extrapolate.rewrite.select import keep_nodes
 from scaletrace.extrapolate.rewrite.stages import laid
 from scaletrace.extrapolate.rewrite.state import (
     State,
@@ -23,7 +23,6 @@ from scaletrace.extrapolate.rewrite.state import (
     stretched,
 )
 from scaletrace.extrapolate.routing import TINY
-from scaletrace.parse.graph import NodeKind
 
 ACTIVATIONS = ("tp", "pp", "ep", "cp")
 """Axes whose collectives move activations, which grow with tokens; those of dp and fsdp move parameters."""
@@ -139,27 +138,5 @@ def without_early_reductions(state: State, measured: int) -> State:
     )
     last = int(state.anatomy.micro_batch.max())
     drop = reduces[graph.instance] & (state.anatomy.micro_batch >= 0) & (state.anatomy.micro_batch < last)
-    drop |= _orphan_hubs(state, drop)
+    drop |= orphans(graph, drop)
     return without_nodes(state, drop)
-
-
-def _orphan_hubs(state: State, drop: np.typing.NDArray[np.bool_]) -> np.typing.NDArray[np.bool_]:
-    """Hubs none of whose members stay."""
-    graph = state.graph
-    hub = graph.kind == int(NodeKind.RENDEZVOUS)
-    into = graph.edge_dst
-    fed = np.zeros(len(graph), np.bool_)
-    fed[into[hub[into] & ~drop[graph.pred]]] = True
-    return np.asarray(hub & ~fed, np.bool_)
-
-
-def without_nodes(state: State, drop: np.typing.NDArray[np.bool_]) -> State:
-    """The state without some nodes; collectives keep their numbers."""
-    if not drop.any():
-        return state
-    keep = ~drop
-    origin = np.flatnonzero(keep).astype(np.int32)
-    anatomy = state.anatomy.moved(origin)
-    if state.anatomy.entry is not None:
-        anatomy = replace(anatomy, entry=state.anatomy.entry[origin])
-    return replace(state, graph=keep_nodes(state.graph, keep), anatomy=anatomy, work=state.work.moved(origin))

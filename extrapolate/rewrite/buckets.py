@@ -6,7 +6,7 @@ bucket before and its own, on every lane that it waits for. What waited for a bu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -29,10 +29,51 @@ from scaletrace.parse.graph import (
 from scaletrace.parse.health import Health
 
 CostNs = Callable[[GraphCollective], float]
+FIRST_BYTES, CAP_BYTES = 1 << 20, 25 << 20
+"""What DDP fills its first bucket and all others with, where the job names no size (torch 2.13)."""
+
+
+def ddp_buckets(sizes: Sequence[int], first_bytes: int = FIRST_BYTES, cap_bytes: int = CAP_BYTES) -> list[int]:
+    """Where each bucket ends (exclusive) that DDP makes of gradients of these bytes, in the order in which they are ready.
+
+    A bucket is closed by the gradient with which it reaches its limit, as compute_bucket_assignment_by_size has it.
+    """
+    ends, held, limit = [], 0, first_bytes
+    for at, size in enumerate(sizes):
+        held += size
+        if held >= limit:
+            ends.append(at + 1)
+            held, limit = 0, cap_bytes
+    return ends if ends[-1:] == [len(sizes)] or not len(sizes) else [*ends, len(sizes)]
+
+
+def measured_caps(runs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, int, bool] | None:
+    """(first, cap, told) that make the measured buckets of each run of gradients (sizes, ends); None where none do.
+
+    told: whether no other usual size would make the same
+    """
+    usual = [(FIRST_BYTES, CAP_BYTES), *((mib << 20, mib << 20) for mib in (25, 1, 50, 100, *range(2, 1025)))]
+    low, high = 0, 1 << 62
+    for sizes, ends in runs:
+        for begin, end in pairwise([0, *ends]):
+            whole = sum(sizes[begin:end])
+            low = max(low, whole - sizes[end - 1])
+            high = min(high, whole) if end < len(sizes) else high
+    if high < 1 << 62:
+        usual.append((high, high))
+    fitting = [
+        (first, cap)
+        for first, cap in dict.fromkeys(usual)
+        if (first != cap or low < cap <= high)
+        and all(ddp_buckets(sizes, first, cap) == list(ends) for sizes, ends in runs)
+    ]
+    if not fitting:
+        return None
+    return *fitting[0], len(fitting) == 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class Bucket:
     """A measured bucket: its instance, and by rank its ARRIVE and TRANSFER nodes."""
 
     instance: int
@@ -58,7 +99,7 @@ def rebucket(graph: Graph, cap_bytes: int, cost_ns: CostNs, health: Health | Non
     """
     if cap_bytes < 1:
         raise UsageError(f"a bucket holds at least one byte, got {cap_bytes}")
-    per_step = _buckets(graph)
+    per_step = buckets_of(graph)
     plans = {step: _plan(graph, buckets, cap_bytes) for step, buckets in per_step.items()}
     if all(len(plan) == len(per_step[s]) and all(p.first == p.last for p in plan) for s, plan in plans.items()):
         return graph
@@ -68,14 +109,14 @@ def rebucket(graph: Graph, cap_bytes: int, cost_ns: CostNs, health: Health | Non
     return sketch.finish({bucket.instance for buckets in per_step.values() for bucket in buckets})
 
 
-def _buckets(graph: Graph) -> dict[int, list[_Bucket]]:
+def buckets_of(graph: Graph) -> dict[int, list[Bucket]]:
     """Buckets of each step in order of issue: all-reduces of the data axis with more than a scalar."""
-    found: dict[int, dict[int, _Bucket]] = {}
+    found: dict[int, dict[int, Bucket]] = {}
     for node in np.flatnonzero((graph.kind == NodeKind.ARRIVE) | (graph.kind == NodeKind.TRANSFER)).tolist():
         instance, step = int(graph.instance[node]), int(graph.step[node])
-        if instance < 0 or step < 0 or not _is_gradient(graph, graph.collectives[instance]):
+        if instance < 0 or step < 0 or not is_gradient(graph, graph.collectives[instance]):
             continue
-        bucket = found.setdefault(step, {}).setdefault(instance, _Bucket(instance, {}, {}))
+        bucket = found.setdefault(step, {}).setdefault(instance, Bucket(instance, {}, {}))
         (bucket.arrive if graph.kind[node] == NodeKind.ARRIVE else bucket.transfer)[int(graph.rank[node])] = node
     return {
         step: sorted(
@@ -85,12 +126,12 @@ def _buckets(graph: Graph) -> dict[int, list[_Bucket]]:
     }
 
 
-def _is_gradient(graph: Graph, item: GraphCollective) -> bool:
+def is_gradient(graph: Graph, item: GraphCollective) -> bool:
     axis = graph.groups[item.group].axis if item.group >= 0 else ""
     return item.kind == "all_reduce" and item.bytes_in > 64 and axis in ("dp", "world", "")
 
 
-def _plan(graph: Graph, buckets: list[_Bucket], cap_bytes: int) -> list[_Piece]:
+def _plan(graph: Graph, buckets: list[Bucket], cap_bytes: int) -> list[_Piece]:
     """Greedy as DDP does it: fill a bucket until the next gradient would not fit; what is too large is cut evenly."""
     out: list[_Piece] = []
     first, held = 0, 0
@@ -127,7 +168,7 @@ class _Sketch:
         self.rows.append((like, int(kind), dur_ns, instance, key, int(self.graph.step[like])))
         return len(self.graph) + len(self.rows) - 1
 
-    def replace(self, buckets: list[_Bucket], plan: list[_Piece], cost_ns: CostNs) -> None:
+    def replace(self, buckets: list[Bucket], plan: list[_Piece], cost_ns: CostNs) -> None:
         """Put the pieces of one step in place of its buckets."""
         graph = self.graph
         previous: dict[int, int] = {}
@@ -156,7 +197,7 @@ class _Sketch:
                         self.heirs.setdefault(bucket.transfer[rank], []).append(node)
 
     def _arrive(
-        self, last: _Bucket, before: _Bucket | None, share: float, rank: int, instance: int, previous: dict[int, int]
+        self, last: Bucket, before: Bucket | None, share: float, rank: int, instance: int, previous: dict[int, int]
     ) -> int:
         """The ARRIVE of one rank: what the bucket waited for, or the point on the same lane that the share falls on."""
         graph, old = self.graph, last.arrive[rank]
@@ -172,7 +213,7 @@ class _Sketch:
             self.edges.append((previous[rank], node, 0, int(EdgeKind.STREAM)))
         return node
 
-    def _back(self, node: int, before: _Bucket | None, share: float, rank: int) -> int:
+    def _back(self, node: int, before: Bucket | None, share: float, rank: int) -> int:
         """The node on the lane of `node` by which `share` of the work since the bucket before was done."""
         graph = self.graph
         if share >= 1.0:

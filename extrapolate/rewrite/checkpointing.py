@@ -15,9 +15,10 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES
-from scaletrace.extrapolate.rewrite.batch import attention_of, without_nodes
+from scaletrace.extrapolate.rewrite.batch import attention_of
 from scaletrace.extrapolate.rewrite.insert import by_place, neighbours, pruned
 from scaletrace.extrapolate.rewrite.loom import Woven, reopen
+from scaletrace.extrapolate.rewrite.removal import without_nodes
 from scaletrace.extrapolate.rewrite.schedules import Program, build
 from scaletrace.extrapolate.rewrite.stages import laid
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told

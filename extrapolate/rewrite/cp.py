@@ -17,7 +17,7 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, EXCHANGES
-from scaletrace.extrapolate.rewrite.batch import attention_of, more_tokens, token_stretch, without_nodes
+from scaletrace.extrapolate.rewrite.batch import attention_of, more_tokens, token_stretch
 from scaletrace.extrapolate.rewrite.data import resized_item
 from scaletrace.extrapolate.rewrite.insert import (
     LANES,
@@ -33,6 +33,7 @@ from scaletrace.extrapolate.rewrite.insert import (
     shared,
     spread_groups,
 )
+from scaletrace.extrapolate.rewrite.removal import without_nodes
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, passes, recosted, told
 from scaletrace.parse.events import BoolArray, Int32Array
 from scaletrace.parse.graph import NodeKind

@@ -15,8 +15,8 @@ from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.kernels import Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout
-from scaletrace.extrapolate.rewrite.batch import without_nodes
 from scaletrace.extrapolate.rewrite.loom import Loom, Woven, reopen
+from scaletrace.extrapolate.rewrite.removal import without_nodes
 from scaletrace.extrapolate.rewrite.state import State, told
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from scaletrace.extrapolate.kernels import Ceilings, Shape, anchored
-from scaletrace.extrapolate.rewrite.batch import without_nodes
 from scaletrace.extrapolate.rewrite.loom import Loom, reopen
+from scaletrace.extrapolate.rewrite.removal import without_nodes
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrace.extrapolate.rewrite.batch import without_nodes
+from scaletrace.extrapolate.rewrite.removal import without_nodes
 from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import (

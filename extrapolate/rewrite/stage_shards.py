@@ -13,7 +13,7 @@ import numpy as np
 
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.rewrite.data import sharded_elements
-from scaletrace.extrapolate.rewrite.insertion import without_collectives
+from scaletrace.extrapolate.rewrite.removal import without_collectives
 from scaletrace.extrapolate.rewrite.schedules import Op, Program
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told, whole_bytes
 from scaletrace.parse.events import BoolArray
@@ -35,6 +35,7 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> S
         stage_of[list(units)] = number
     stage = stage_of[anatomy.unit]
     drop = np.zeros(len(state.graph), np.bool_)
+    lost: list[int] = []
     for number in range(program.stages):
         row = [a for a in program.actions[program.rank_of_stage[number]] if a.stage == number and a.op is not Op.WEIGHT]
         mine = stage == number
@@ -47,13 +48,25 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> S
                 drop |= here & gathers
             gathered = not reshards or action.op is not Op.FORWARD
         last = row[-1].micro_batch if row else -1
+        if not program.finds_gradients(number, reshards):
+            lost.append(number)
+            last = -1
         drop |= mine & backward & (scatters | replicas) & (anatomy.micro_batch != last)
     # What is scattered behind backward belongs to the units that backward ends with.
     first = [column[program.rank_of_stage[0]] for column in state.columns]
     drop |= (scatters | replicas) & (stage < 0) & ~np.isin(state.graph.rank, first)
     if not drop.any():
         return state
-    return told(without_collectives(state, drop), "Stages gather parameters and scatter gradients as PyTorch's do.")
+    out = told(without_collectives(state, drop), "Stages gather parameters and scatter gradients as PyTorch's do.")
+    return told(out, _unscattered(program.schedule, lost)) if lost else out
+
+
+def _unscattered(schedule: str, stages: Sequence[int]) -> str:
+    """What PyTorch does to the gradients of stages whose weights it can't find, and the remedy."""
+    return (
+        f"Under {schedule} PyTorch finds no gradients for the weights of stages {', '.join(map(str, stages))}, since each "
+        "input backward follows a forward that gave the weights away; it scatters none. reshard_after_forward=False helps."
+    )
 
 
 def at_home(state: State, stages: Sequence[Sequence[int]]) -> State:

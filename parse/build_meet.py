@@ -152,9 +152,17 @@ def add_rendezvous(draft: Draft, members: Members) -> IntArray:
 
 
 def shown(members: Members, transfer_ns: IntArray) -> IntArray:
-    """Transfers, of which the hidden ones take at most what the quickest one does that somebody waited for."""
-    if not members.hidden.any():
-        return transfer_ns
-    seen = transfer_ns[~members.hidden & (transfer_ns > 0)]
-    least = int(seen.min()) if len(seen) else int(transfer_ns[members.hidden].min())
-    return np.where(members.hidden, np.minimum(transfer_ns, least), transfer_ns)
+    """Transfers, of which the hidden ones take at most what the quickest one does that somebody waited for.
+
+    Members that wait for nobody are measured by each other: a send of gloo ends when the system holds its bytes, which
+    tells nothing of when a receive has them.
+    """
+    out = transfer_ns.copy()
+    told = ~members.hidden & (transfer_ns > 0)
+    for side in (members.alone, ~members.alone):
+        mine = members.hidden & side
+        if mine.any():
+            seen = transfer_ns[told & side] if (told & side).any() else transfer_ns[told]
+            least = int(seen.min()) if len(seen) else int(transfer_ns[mine].min())
+            out[mine] = np.minimum(transfer_ns[mine], least)
+    return out

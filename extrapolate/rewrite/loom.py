@@ -34,6 +34,7 @@ class Woven:
 
     entry int64[n, 3]: lag, kind and source with which a node follows on its thread or stream, kept where it now is the
     first there (lag -1 = it follows nothing)
+    place int64[n]: where each node of the loom stands in the graph
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class Woven:
     copy: Int32Array
     exact_ns: FloatArray
     entry: IntArray
+    place: IntArray
 
 
 @dataclass(slots=True)
@@ -160,6 +162,7 @@ class Loom:
             np.concatenate([self.copy, pad])[order],
             exact[order],
             entry[order],
+            position,
         )
 
 

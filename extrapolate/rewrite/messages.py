@@ -2,10 +2,15 @@
 
 A message moves when both sides have posted it: gloo hands a buffer over only to a receive that is there, and NCCL's
 kernels meet each other. Who posts when, and who waits, is the schedule's (postings.deeds).
+
+Two ranks of gloo share one connection, on which a receiver's notice that it is ready stands behind the data that it has
+under way to the sender (`Pair::recv` and `handleRemotePendingRecv` in gloo's transport/tcp/pair.cc). So where two ranks
+exchange messages, the one that comes later sends first, and the other's message follows when that one has arrived.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,10 +19,34 @@ from scaletrace.extrapolate.rewrite.postings import Deed, Verb, deeds
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import EdgeKind, GraphCollective, GraphGroup, NodeKind
+from scaletrace.replay.engine import replay
 
 MessageTime = Callable[[int, int, int], int]
 """(bytes, sending pipeline rank, receiving pipeline rank) → ns."""
 LANE = "point to point"
+SOCKET_BYTES = 2 * 212_992
+"""What the system holds of a message that gloo sends: Linux's usual net.core.wmem_max, which it doubles."""
+ROUNDS = 4
+"""Replays at most until who comes later in each exchange no longer changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Messages of gloo: a send is over when the system holds its bytes, and both directions share a connection.
+
+    whole_ns  a message's time when nothing is before it
+    """
+
+    whole_ns: MessageTime
+
+    def __call__(self, size_bytes: int, src: int, dst: int) -> int:
+        """Time until the receiver has all of it."""
+        return self.whole_ns(size_bytes, src, dst)
+
+    def sent_ns(self, size_bytes: int, src: int, dst: int) -> int:
+        """Time until the system holds what is left to send."""
+        left = max(0, size_bytes - SOCKET_BYTES)
+        return round(self.whole_ns(size_bytes, src, dst) * left / size_bytes) if left else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +98,7 @@ def add_messages(
     plans[pipeline rank × columns + column]: its runs in order; starts int64: first copy of each of those ranks
     """
     rows = deeds(program)
+    exchanges: list[list[_Message]] = []
     for column in range(columns):
         mine = [home * columns + column for home in range(program.ranks)]
         for step in sorted({run.step for new in mine for run in plans[new] if run.begin < run.end}):
@@ -76,7 +106,9 @@ def add_messages(
             for new, row in zip(mine, rows, strict=True):
                 runs = [run for run in plans[new] if run.step == step]
                 sides.append(_posted(loom, row, runs, new, int(starts[new]), int(starts[new + 1])))
-            _joined(loom, program, sides, columns, group, size_bytes, message_ns)
+            exchanges.append(_joined(loom, program, sides, group, size_bytes, message_ns))
+    if isinstance(message_ns, Streamed):
+        _take_turns(loom, exchanges)
 
 
 def _posted(loom: Loom, row: Sequence[Deed], runs: Sequence[Run], rank: int, start: int, end: int) -> Sides:
@@ -121,17 +153,20 @@ def _side(loom: Loom, rank: int, name: str, step: int) -> _Side:
     return _Side(rank, arrive, transfer)
 
 
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Both sides of a message."""
+
+    sender: _Side
+    taker: _Side
+
+
 def _joined(
-    loom: Loom,
-    program: Program,
-    sides: Sequence[Sides],
-    columns: int,
-    group: int,
-    size_bytes: int,
-    message_ns: MessageTime,
-) -> None:
+    loom: Loom, program: Program, sides: Sequence[Sides], group: int, size_bytes: int, message_ns: MessageTime
+) -> list[_Message]:
     """Let both sides of each message meet, and messages of one direction between two ranks follow each other."""
     before: dict[tuple[int, int], int] = {}
+    out: list[_Message] = []
     for home, mine in enumerate(sides):
         for send, sender in mine.items():
             if send.op not in (Op.SEND_F, Op.SEND_B):
@@ -144,13 +179,54 @@ def _joined(
             instance = len(loom.collectives)
             loom.collectives.append(GraphCollective("send", group, size_bytes, size_bytes))
             dur_ns = message_ns(size_bytes, home, peer)
-            for side, other in ((sender, taker), (taker, sender)):
+            sent_ns = message_ns.sent_ns(size_bytes, home, peer) if isinstance(message_ns, Streamed) else dur_ns
+            for side, other, time_ns in ((sender, taker, sent_ns), (taker, sender, dur_ns)):
                 loom.fill(side.arrive, instance=instance)
-                loom.fill(side.transfer, instance=instance, dur_ns=dur_ns)
+                loom.fill(side.transfer, instance=instance, dur_ns=time_ns)
                 loom.edge(other.arrive, side.transfer, EdgeKind.RENDEZVOUS)
             if (home, peer) in before:
                 loom.edge(before[home, peer], taker.transfer, EdgeKind.STREAM)
             before[home, peer] = taker.transfer
+            out.append(_Message(sender, taker))
+    return out
+
+
+def _take_turns(loom: Loom, exchanges: Sequence[Sequence[_Message]]) -> None:
+    """Let each message wait for the data that its receiver had under way to its sender when it said that it was ready.
+
+    Who had, a replay tells; since waiting moves what follows, that is asked again until it stays the same.
+    """
+    settled = len(loom.edges)
+    turns: list[tuple[int, int]] = []
+    for _ in range(ROUNDS):
+        woven = loom.finish()
+        start_ns = replay(woven.graph).start_ns[woven.place]
+        found = [turn for exchange in exchanges for turn in _turns(exchange, start_ns)]
+        if found == turns:
+            return
+        turns = found
+        del loom.edges[settled:]
+        for src, dst in turns:
+            loom.edge(src, dst, EdgeKind.STREAM)
+
+
+def _turns(exchange: Sequence[_Message], start_ns: IntArray) -> list[tuple[int, int]]:
+    """(TRANSFER that ends, TRANSFER that begins then) of one step's messages, by when their sides were posted."""
+    by_way: dict[tuple[int, int], list[_Message]] = {}
+    for message in sorted(exchange, key=lambda message: message.sender.arrive):
+        by_way.setdefault((message.sender.rank, message.taker.rank), []).append(message)
+    out: list[tuple[int, int]] = []
+    for (src, dst), messages in by_way.items():
+        back = by_way.get((dst, src), [])
+        posted = [other.sender.arrive for other in back]  # nodes of one rank are numbered as it posts
+        for message in messages:
+            ready_ns = int(start_ns[message.taker.arrive])
+            for other in reversed(back[: bisect_left(posted, message.taker.arrive)]):
+                if start_ns[other.taker.arrive] < ready_ns:  # wanted before, so under way
+                    turn = other.taker.transfer
+                    out += [(turn, message.sender.transfer), (turn, message.taker.transfer)]
+                    break
+    return out
 
 
 def _counterpart(send: Action) -> Action:

@@ -6,7 +6,7 @@ measured, so that a rewrite and its inverse give the measured graph back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,11 +21,12 @@ from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.nodework import NodeWork, Stretch, node_work, retime
 from scaletrace.extrapolate.recompute import how_much, like_forward, marked, with_recompute
+from scaletrace.extrapolate.rewrite.messages import MessageTime, Streamed
 from scaletrace.extrapolate.routing import UNKNOWN, Routing, observed
 from scaletrace.extrapolate.workload import infer_model, measured_ceilings
 from scaletrace.parse.build import Built
 from scaletrace.parse.events import BoolArray, Int32Array
-from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup, NodeKind
+from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 from scaletrace.parse.health import Health
 
 
@@ -130,17 +131,23 @@ def _columns(ranks: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], ...
     return out
 
 
-def message_ns(state: State) -> Callable[[int, int, int], int]:
-    """Time of a message between stages: the measured median stretched by the cost model, the model alone without one.
+def message_ns(state: State) -> MessageTime:
+    """Time of a message between stages: the measured one stretched by the cost model, the model alone without one.
 
-    A message of unknown size (0 bytes) takes the measured median as it is.
+    A message of unknown size (0 bytes) takes the measured time as it is. Of gloo's the quicker ones are taken (lower
+    quartile), since others stood behind messages of the other direction (messages.Streamed).
     """
     graph = state.graph
+    streamed = state.network.cluster.backend == "gloo"
     nodes = np.flatnonzero((graph.kind == int(NodeKind.TRANSFER)) & state.anatomy.is_message)
-    # Of a pair the longer side counts: a send is over when its bytes are buffered, a receive when they are there.
+    waits = np.zeros(len(graph), np.bool_)
+    waits[graph.edge_dst[graph.edge_kind == int(EdgeKind.RENDEZVOUS)]] = True
+    # A send may be over when its bytes are buffered, whatever it waited for; a receive is when they are there.
+    nodes = nodes[waits[nodes]] if waits[nodes].any() else nodes
     longest = np.zeros(len(graph.collectives) + 1)
     np.maximum.at(longest, graph.instance[nodes], graph.dur_ns[nodes])
-    measured = float(np.median(longest[np.unique(graph.instance[nodes])])) if len(nodes) else 0.0
+    seen = longest[np.unique(graph.instance[nodes])]
+    measured = float(np.quantile(seen, 0.25 if streamed else 0.5)) if len(nodes) else 0.0
     sizes = [max(graph.collectives[i].bytes_in, graph.collectives[i].bytes_out) for i in graph.instance[nodes].tolist()]
     size = float(np.median(sizes)) if sizes else 0.0
     stride = max(1, state.layout.span("pp").stride)
@@ -155,7 +162,7 @@ def message_ns(state: State) -> Callable[[int, int, int], int]:
             return round(measured * model / there)
         return round((model + MESSAGE_OVERHEAD_S) * 1e9)
 
-    return time
+    return Streamed(time) if streamed else time
 
 
 def passes(state: State) -> BoolArray:

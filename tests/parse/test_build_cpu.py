@@ -156,6 +156,35 @@ def test_hidden_send_takes_no_time_of_its_own(tmp_path: Path) -> None:
     assert built.measured.end_ns.max() == replay(graph).end_ns.max()
 
 
+def test_a_hidden_receive_takes_as_long_as_those_that_were_waited_for(tmp_path: Path) -> None:
+    """How soon a send was handed to the system doesn't say when a receive had its bytes that was looked at late."""
+    to, back = ({"Concrete Inputs": ["", "", peer, "0"]} for peer in ("1", "0"))
+    first = [
+        op("c10d::send", 20, 5, **to),
+        op("gloo:send", 22, 30, cat="user_annotation"),
+        op("c10d::recv_", 60, 5, **to),
+        op("gloo:recv", 62, 838, cat="user_annotation"),
+        op("aten::mm", 70, 825),
+        op("aten::add", 905, 10),
+    ]
+    second = [
+        op("c10d::recv_", 10, 2, **back),
+        op("gloo:recv", 12, 88, cat="user_annotation"),
+        op("c10d::send", 110, 2, **back),
+        op("gloo:send", 112, 3, cat="user_annotation"),
+        op("aten::add", 120, 10),
+    ]
+    built = build(job_of(tmp_path, first, second))
+    graph = built.graph
+    took = {
+        int(graph.rank[n]): int(graph.dur_ns[n])
+        for n in named(built, "gloo:recv")
+        if graph.kind[n] == NodeKind.TRANSFER
+    }
+
+    assert {0: 78_000, 1: 78_000} == took
+
+
 @pytest.mark.parametrize("own", ["Summed", "autograd::engine::evaluate_function: CopiedBackward"])
 def test_a_function_of_the_users_own_may_wait_for_what_it_issued(tmp_path: Path, own: str) -> None:
     """A tensor-parallel function that calls a blocking collective waits in it: its time follows the late rank's."""

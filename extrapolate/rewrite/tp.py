@@ -66,7 +66,9 @@ def _check(work: NodeWork, old: int, new: int, samples: int) -> None:
                 raise UsageError(
                     f"tp={new} does not divide a dimension of {size} (a {weight.role.name.lower()} matrix)"
                 )
-    for shape in dict.fromkeys(work.shape):
+    # What an operator issues beside its work (launches, collectives) has its shape too, which no other batch changes.
+    of_work = (work.shape[node] for node in np.flatnonzero(work.computes).tolist())
+    for shape in dict.fromkeys(of_work):
         if shape is not None and shape.work is Work.ATTENTION:
             _check_heads(shape, old, new, samples)
     if not seen and not any(int(role) for role in work.role.tolist()):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scaletrace.errors import UsageError
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.layout import Layout
@@ -156,3 +157,15 @@ def test_removed_tensor_parallelism_leaves_no_call_behind(shared_data: Path, job
     assert not [name for name in names if "Redistribute" in name or "TorchTensor" in name or "_c10d_functional" in name]
     assert loose[1] <= loose[0]
     assert made.graph.is_topological()
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_heads_divide_whatever_the_micro_batch(samples: Path, micro_batch: int) -> None:
+    """Six heads of a recorded job are cut over 2, 3 and 6 tensor ranks at every micro batch, and over 4 at none."""
+    built = build(load(samples / "ddp_straggler_w4"))
+    state = open_state(built, Layout(dp=4), Network(Cluster.load("gloo_10g")))
+    cut = [relayout(state, Layout.parse(f"dp=4,tp={degree},mbs={micro_batch}")).layout.tp for degree in (2, 3, 6)]
+
+    assert [2, 3, 6] == cut
+    with pytest.raises(UsageError, match="tp=4 does not divide 6 heads of attention"):
+        relayout(state, Layout.parse(f"dp=4,tp=4,mbs={micro_batch}"))

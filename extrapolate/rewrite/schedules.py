@@ -373,18 +373,24 @@ def bubble_units(schedule: str, ranks: int) -> float:
 
 
 def message_delays(schedule: str, ranks: int, chunks: int, micro_batches: int) -> float:
-    """How many messages in a row delay the step on equal stages, when each hides beside compute where it can.
+    """How many messages in a row delay the step on equal stages, posted and awaited as PyTorch does (postings.deeds).
 
-    1F1B holds so few micro batches that its steady state waits for messages too; the others pay the fill and drain.
+    Exact for short messages over kernels that move both ways at once, and at least 2 · ranks micro batches. GPipe and
+    LoopedBFS ask for each message only when they need it, so none hides; 1F1B exchanges twice for each micro batch and
+    waits both times, once where a rank has one neighbour; the others pay the fill and drain.
     """
     name = canonical(schedule)
     if ranks == 1:
         return 0.0
-    fill = 2.0 * (ranks * chunks - 1)
+    if name in ("GPipe", "LoopedBFS"):
+        return 2.0 * (chunks * micro_batches + ranks - 2)
     if name == "1F1B":
-        return max(fill, 2 * (ranks - 1) * micro_batches / ranks + 2 * (ranks - 2))
-    if name == "GPipe":
-        return 2.0 * (ranks - 1)
-    if name == "InterleavedZeroBubble" and chunks == 1:
+        steady = micro_batches + 1 if ranks == 2 else 2 * micro_batches + 2 * ranks - 5
+        return float(max(steady, 2 * (ranks - 1)))
+    if name == "InterleavedZeroBubble":
+        return (chunks + 3.0) * ranks - 4
+    if name == "ZBVZeroBubble":
+        return 5.0 * ranks - 7
+    if name == "DualPipeV":
         return 4.0 * (ranks - 1)
-    return fill
+    return 2.0 * (ranks * chunks - 1)

@@ -11,7 +11,7 @@ from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.rewrite.messages import SOCKET_BYTES, MessageTime, Streamed
 from scaletrace.extrapolate.rewrite.pp import cut
-from scaletrace.extrapolate.rewrite.schedules import build
+from scaletrace.extrapolate.rewrite.schedules import build, message_delays
 from scaletrace.extrapolate.rewrite.stages import pipeline
 from scaletrace.extrapolate.rewrite.state import State, message_ns
 from scaletrace.parse.graph import NodeKind
@@ -82,6 +82,29 @@ def test_no_two_messages_meet_head_on_out_of_turn(layered: Layered, schedule: st
 def test_a_send_lasts_until_the_system_holds_the_rest(size_bytes: int, sent_ns: int) -> None:
     """What fits into the socket's buffer is handed over at once; of more, all but that has to go first."""
     assert sent_ns == Streamed(lambda *_: 1000).sent_ns(size_bytes, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 3), ("LoopedBFS", 2), ("ZBVZeroBubble", 2),
+     ("InterleavedZeroBubble", 1), ("InterleavedZeroBubble", 3), ("DualPipeV", 2)],
+)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "batches"), [(2, 4), (3, 6), (4, 8), (4, 16)])
+def test_messages_delay_the_step_as_often_as_the_closed_form_says(
+    layered: Layered, schedule: str, chunks: int, ranks: int, batches: int
+) -> None:
+    """The step of equal stages grows by the messages that nothing hides when each is posted and awaited as in PyTorch."""
+    graph, anatomy = layered(ranks * chunks, batches, forward_ns=100_000, launch_ns=0, gap_ns=0, optimizer_ns=0)
+    layer = np.array([*anatomy.is_layer, False])[anatomy.unit]
+    exact_ns = np.where(layer, anatomy.exact_ns, 0.0)
+    equal = replace(graph, dur_ns=exact_ns.astype(np.int64), lag_ns=np.zeros_like(graph.lag_ns))
+    program = build(schedule, ranks, batches, chunks)
+
+    def step_ns(message_ns: int) -> int:
+        made = cut(equal, replace(anatomy, exact_ns=exact_ns), program, lambda *_: message_ns)
+        return replay(made.graph).makespan_ns
+
+    assert message_delays(schedule, ranks, chunks, batches) * 100 == step_ns(100) - step_ns(0)
 
 
 def recorded(state: State, dur_ns: list[int], backend: str) -> State:

@@ -15,7 +15,7 @@ from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.pipeline_log import measured_program, predict, read_pipeline_log, stage_times
 from scaletrace.extrapolate.rewrite.pp import cut, pipeline_graph, split_units, template
-from scaletrace.extrapolate.rewrite.schedules import Action, Op, bubble_units, build, message_delays
+from scaletrace.extrapolate.rewrite.schedules import Action, Op, bubble_units, build
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 from scaletrace.replay.engine import replay
 
@@ -58,19 +58,6 @@ def test_zbv_leaves_no_gap_inside_a_ranks_step(p: int, m: int) -> None:
         span = int(timeline.end_ns[mine].max() - timeline.start_ns[mine].min())
 
         assert int(timeline.graph.dur_ns[mine].sum()) == span
-
-
-@pytest.mark.parametrize(
-    ("schedule", "v"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 1)]
-)
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16), (8, 32)])
-def test_messages_delay_the_step_as_often_as_the_closed_form_says(schedule: str, v: int, p: int, m: int) -> None:
-    """The step grows by the messages that nothing hides, which for 1F1B grow with the micro batches."""
-    program = build(schedule, p, m, v)
-    without = replay(pipeline_graph(program, equal_stages, free)).makespan_ns
-    with_messages = replay(pipeline_graph(program, equal_stages, lambda *_: 1)).makespan_ns
-
-    assert message_delays(schedule, p, v, m) == with_messages - without
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(1, 50), min_size=4, max_size=4))

@@ -6,6 +6,7 @@ schedule: `pipeline_graph` makes a graph of single nodes from the times of the a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -299,11 +300,15 @@ def _sequence(
     source = members[home * len(members) // ranks]
     for step in sorted({key[1] for key in pieces if key[0] in members}):
         _add(row, pieces, (source, step, int(Phase.OTHER), -1, -1), new, home)
+        done: Counter[int] = Counter()
         for action in program.actions[home]:
             begin = len(row)
             units = plan.stages.units[action.stage]
             forward = action.op is Op.FORWARD
-            batch = template(action.micro_batch, program.micro_batches, max(1, plan.anatomy.micro_batches))
+            # Backward passes may run in another order, and it is the last of them that reduces gradients.
+            place = action.micro_batch if forward else done[action.stage]
+            done[action.stage] += action.op in (Op.BACKWARD, Op.INPUT)
+            batch = template(place, program.micro_batches, max(1, plan.anatomy.micro_batches))
             for unit in () if action.op is Op.WEIGHT else units if forward else reversed(units):
                 old = plan.model[unit]
                 rank = where.get((old, step), source)

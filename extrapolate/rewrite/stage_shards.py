@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.rewrite.buckets import is_gradient
 from scaletrace.extrapolate.rewrite.data import sharded_elements
 from scaletrace.extrapolate.rewrite.removal import without_collectives
 from scaletrace.extrapolate.rewrite.schedules import Op, Program
@@ -23,8 +24,8 @@ from scaletrace.parse.graph import EdgeKind, NodeKind
 def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> State:
     """`state` laid in `program` with the units of each of `stages` (in model order), as its stages would gather."""
     gathers, scatters = _of_kind(state, "all_gather"), _of_kind(state, "reduce_scatter")
-    replicas = _replicas(state, scatters)
-    if not gathers.any() and not scatters.any():
+    replicas = _reductions(state, scatters)
+    if not (gathers | scatters | replicas).any():
         return state
     anatomy = state.anatomy
     forward = anatomy.phase == int(Phase.FORWARD)
@@ -127,8 +128,10 @@ def _of_kind(state: State, kind: str) -> BoolArray:
     return np.asarray(np.array([*own, False], np.bool_)[graph.instance], np.bool_)
 
 
-def _replicas(state: State, scatters: BoolArray) -> BoolArray:
-    """Reductions over replicas of what was scattered."""
-    if not scatters.any():
-        return np.zeros(len(state.graph), np.bool_)
-    return _of_kind(state, "all_reduce")
+def _reductions(state: State, scatters: BoolArray) -> BoolArray:
+    """Reductions of gradients: over replicas of what was scattered, or of whole buckets."""
+    if scatters.any():
+        return _of_kind(state, "all_reduce")
+    graph = state.graph
+    own = [is_gradient(graph, item) for item in graph.collectives]
+    return np.asarray(np.array([*own, False], np.bool_)[graph.instance], np.bool_)

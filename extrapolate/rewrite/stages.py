@@ -8,6 +8,7 @@ from dataclasses import replace
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.rewrite.pp import cut, split_units
 from scaletrace.extrapolate.rewrite.schedules import Program, build
+from scaletrace.extrapolate.rewrite.stage_buckets import staged_buckets
 from scaletrace.extrapolate.rewrite.stage_shards import at_home, staged
 from scaletrace.extrapolate.rewrite.state import State, message_ns
 from scaletrace.extrapolate.rewrite.uncut import relaid
@@ -35,7 +36,8 @@ def _cut(source: State, program: Program, layout: Layout, counts: Sequence[int])
     if program.ranks == 1 or len(source.columns[0]) > 1:
         return laid(source, program, counts=counts)
     units = split_units(source.anatomy, program.stages, counts).units
-    return staged(laid(at_home(source, units), program, counts=counts), program, units)
+    ready = staged_buckets(at_home(source, units), units)
+    return staged(laid(ready, program, counts=counts), program, units)
 
 
 def same_pipeline(one: Layout, other: Layout) -> bool:

@@ -289,6 +289,7 @@ class _Sketch:
         for edge, node in enumerate(state.graph.pred.tolist()):
             if state.graph.kind[node] == int(NodeKind.TRANSFER):
                 self.leave.setdefault(node, []).append(edge)
+        self.early = 0
         self.places: list[tuple[int, int]] = []  # unit and micro batch of each new node, by the mark in its event
 
     def replace(self, run: _Run, plan: Sequence[_New], line: Sequence[_Gradient]) -> None:
@@ -296,7 +297,8 @@ class _Sketch:
         graph, state = self.graph, self.state
         costs = sum(cost_s(state.network, graph.collectives[b.instance], graph.groups) for b in run.buckets)
         before: dict[tuple[int, int, int], int] = {}
-        old = {instance for bucket in run.buckets for instance in (bucket.instance,)}
+        old = {bucket.instance for bucket in run.buckets}
+        ready: dict[int, int] = {}  # by stage the last node that its buckets so far wait for, on any rank
         for new in plan:
             like = graph.collectives[run.buckets[new.olds[-1]].instance]
             item = replace(like, bytes_in=new.size_bytes, bytes_out=new.size_bytes)
@@ -315,8 +317,10 @@ class _Sketch:
                 before[rank, self.loom.lane_of(transfer), new.stage] = transfer
                 arrived.append(arrive[0])
                 moved.append(transfer)
-                self._await(run, new, rank, transfer, old)
+                ready[new.stage] = max(ready.get(new.stage, -1), arrive[1])
             self._meet(run, arrived, moved)
+            for rank, transfer in zip(run.ranks, moved, strict=True):
+                self._await(run, new, rank, transfer, ready[new.stage])
 
     def _node(self, kind: NodeKind, run: _Run, new: _New, rank: int, instance: int, key: int, dur_ns: int = 0) -> int:
         bucket = run.buckets[new.olds[-1]]
@@ -387,24 +391,38 @@ class _Sketch:
         if new.last >= 0:
             last = line[new.last]
             named = [node for node in nodes.tolist() if "AccumulateGrad" in graph.name_of(node)]
-            if len(named) == last.of:
-                return int(named[last.at])
+            # One that issues a bucket or waits is more than one node; the first has added the gradient up.
+            _, first = np.unique(self.state.work.op[named], return_index=True)
+            if len(first) == last.of:
+                return int(np.array(named)[np.sort(first)][last.at])
             whole = sum(each.size_bytes for each in line if each.unit == last.unit)
             share = sum(each.size_bytes for each in line if each.unit == last.unit and each.at <= last.at) / whole
         done = np.cumsum(graph.dur_ns[nodes])
         return int(nodes[min(int(np.searchsorted(done, share * done[-1])), len(nodes) - 1)])
 
-    def _await(self, run: _Run, new: _New, rank: int, transfer: int, old: set[int]) -> None:
-        """Let what waited for a recorded bucket wait for all that carry a part of it."""
-        graph = self.graph
-        for at in new.olds:
-            was = run.buckets[at].transfer[rank]
-            for e in self.leave.get(was, []):
-                to = int(self.into[e])
-                follows = graph.lane[to] == graph.lane[was] and graph.edge_kind[e] == int(EdgeKind.STREAM)
-                if graph.instance[to] in old or follows or graph.kind[to] == int(NodeKind.RENDEZVOUS):
-                    continue
-                self.loom.edge(transfer, to, EdgeKind(int(graph.edge_kind[e])), int(graph.lag_ns[e]))
+    def _await(self, run: _Run, new: _New, rank: int, transfer: int, ready: int) -> None:
+        """Let what waited for a recorded bucket wait for all that carry a part of it, if it comes behind their gradients;
+        what waits for none of them then waits with the last that did."""
+        waits = [e for at in new.olds for e in self._waits(run, run.buckets[at].transfer[rank])]
+        behind = [e for e in waits if int(self.into[e]) > ready]
+        self.early += len(waits) - len(behind)
+        if not behind:
+            every = [e for bucket in run.buckets for e in self._waits(run, bucket.transfer[rank])]
+            behind = sorted((e for e in every if int(self.into[e]) > ready), key=lambda e: int(self.into[e]))[-1:]
+        for e in behind:
+            to, kind = int(self.into[e]), EdgeKind(int(self.graph.edge_kind[e]))
+            self.loom.edge(transfer, to, kind, int(self.graph.lag_ns[e]))
+
+    def _waits(self, run: _Run, was: int) -> list[int]:
+        """Edges from a recorded bucket to what awaits it, other than buckets and what follows on its stream."""
+        graph, out = self.graph, []
+        for e in self.leave.get(was, []):
+            to = int(self.into[e])
+            follows = graph.lane[to] == graph.lane[was] and graph.edge_kind[e] == int(EdgeKind.STREAM)
+            bucket = any(graph.instance[to] == each.instance for each in run.buckets)
+            if not (bucket or follows or graph.kind[to] == int(NodeKind.RENDEZVOUS)):
+                out.append(e)
+        return out
 
     def _meet(self, run: _Run, arrived: Sequence[int], moved: Sequence[int]) -> None:
         if len(arrived) >= HUB_FROM:
@@ -443,4 +461,8 @@ class _Sketch:
             ),
             work=state.work.moved(origin),
         )
-        return without_nodes(out, np.asarray((origin >= 0) & gone[origin], np.bool_))
+        out = without_nodes(out, np.asarray((origin >= 0) & gone[origin], np.bool_))
+        if self.early:
+            out = told(out)
+            out.health.dropped["waits for a bucket before all gradients that it carries now are ready"] += self.early
+        return out

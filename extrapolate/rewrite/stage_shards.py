@@ -58,7 +58,7 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> S
     drop |= (scatters | replicas) & (stage < 0) & ~np.isin(state.graph.rank, first)
     if not drop.any():
         return state
-    out = told(without_collectives(state, drop), "Stages gather parameters and scatter gradients as PyTorch's do.")
+    out = told(without_collectives(state, drop), "Stages gather parameters and reduce gradients as PyTorch's do.")
     return told(out, _unscattered(program.schedule, lost)) if lost else out
 
 

@@ -15,11 +15,12 @@ import numpy as np
 
 from scaletrace.extrapolate.anatomy import MESSAGES
 from scaletrace.extrapolate.kernels import Shape
-from scaletrace.extrapolate.rewrite.state import Source, State, axis_of_item, scaled_bytes
+from scaletrace.extrapolate.rewrite.state import Source, State, axis_of_item, cost_s, scaled_bytes
 from scaletrace.parse.events import Int32Array, IntArray
 from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup, NodeKind
 
 Floats = np.typing.NDArray[np.float64]
+Groups = tuple[GraphGroup, ...]
 
 
 def relaid(state: State, lay: Callable[[State], State]) -> State:
@@ -91,7 +92,7 @@ def _carried(old: State, state: State, source: Source) -> State:
     items = _items(old.graph, made.graph, state.graph, place)
     groups = tuple(_group(*each) for each in zip(old.graph.groups, made.graph.groups, state.graph.groups, strict=False))
     groups += old.graph.groups[len(groups) :]
-    exact = _exact(old, made, state, place)
+    exact = _exact(old, state, source, items, groups)
     boundary = old.anatomy.boundary_bytes
     if state.anatomy.boundary_bytes != made.anatomy.boundary_bytes > 0:
         boundary = round(boundary * state.anatomy.boundary_bytes / made.anatomy.boundary_bytes)
@@ -117,9 +118,9 @@ def _carried(old: State, state: State, source: Source) -> State:
     )
 
 
-def _exact(old: State, made: State, state: State, place: Int32Array) -> Floats:
-    """Unrounded durations: each node by the ratio of its first copy. Transfers that were not laid follow one of the same
-    bytes in the same group, messages any message, since all carry what one layer hands to the next."""
+def _exact(old: State, state: State, source: Source, items: Sequence[GraphCollective], groups: Groups) -> Floats:
+    """Unrounded durations: each node by the ratio of its first copy, transfers without one by that of their costs."""
+    made, place = source.made, source.place
     before, after = made.anatomy.exact_ns, state.anatomy.exact_ns
     exact = old.anatomy.exact_ns.copy()
     copies = np.flatnonzero(place >= 0)[::-1]
@@ -128,44 +129,41 @@ def _exact(old: State, made: State, state: State, place: Int32Array) -> Floats:
     changed = np.flatnonzero((first >= 0) & (before[np.maximum(first, 0)] != after[np.maximum(first, 0)]))
     was, now = before[first[changed]], after[first[changed]]
     exact[changed] = np.where(was > 0, exact[changed] * now / np.where(was > 0, was, 1.0), now)
-    twin: dict[object, float] = {}
-    moves = (state.graph.kind == int(NodeKind.TRANSFER)) & (state.graph.instance >= 0) & (before > 0)
-    for node in np.flatnonzero(moves & (before != after)).tolist():
-        twin.setdefault(_alike(made.graph, int(state.graph.instance[node])), float(after[node] / before[node]))
     left = (first < 0) & (old.graph.kind == int(NodeKind.TRANSFER)) & (old.graph.instance >= 0)
-    for node in np.flatnonzero(left).tolist() if twin else ():
-        exact[node] *= twin.get(_alike(old.graph, int(old.graph.instance[node])), 1.0)
+    for node in np.flatnonzero(left).tolist():
+        at = int(old.graph.instance[node])
+        one = cost_s(state.network, old.graph.collectives[at], old.graph.groups)
+        exact[node] *= cost_s(state.network, items[at], groups) / one if one > 0 else 1.0
     return exact
 
 
-def _alike(graph: Graph, instance: int) -> object:
-    """What collectives that change together have in common: all of it, of a message only that it is one."""
-    item = graph.collectives[instance]
-    return "message" if item.kind in MESSAGES and axis_of_item(item, graph.groups) == "pp" else item
-
-
 def _items(old: Graph, made: Graph, now: Graph, place: Int32Array) -> tuple[GraphCollective, ...]:
-    """Collectives of the source: each as its copy is now; those that were not laid as others of the same size are."""
+    """Collectives of the source: each as its copy is now; what was not laid as one of the same size is, or as others of
+    its kind and group are where it has no like (buckets that stages cut anew, messages)."""
     if now.collectives == made.collectives:
         return old.collectives
-    changed = {
-        _alike(made, at): (was, item)
-        for at, (was, item) in enumerate(zip(made.collectives, now.collectives, strict=True))
-        if was != item
-    }
-    out = list(old.collectives)
-    for at, item in enumerate(out):
-        alike = _alike(old, at)
-        if alike in changed:
-            was, becomes = changed[alike]
-            factor = becomes.bytes_in / was.bytes_in if was.bytes_in > 0 else 1.0
-            out[at] = becomes if was == item else scaled_bytes(item, factor)
+    of_value: dict[GraphCollective, GraphCollective] = {}
+    factor: dict[tuple[str, str], float] = {}
+    for was, item in zip(made.collectives, now.collectives, strict=True):
+        of_value.setdefault(was, item)
+        if was.bytes_in > 0 and was != item:
+            factor.setdefault(_sort(made, was), item.bytes_in / was.bytes_in)
+    out = [
+        of_value[item] if item in of_value else scaled_bytes(item, factor.get(_sort(old, item), 1.0))
+        for item in old.collectives
+    ]
     members = np.flatnonzero((place >= 0) & (now.instance >= 0))
     pairs: IntArray = np.stack([old.instance[place[members]], now.instance[members]], axis=1).astype(np.int64)
     for instance, copy in np.unique(pairs, axis=0)[::-1].tolist():
         if instance >= 0 and made.collectives[copy] == old.collectives[instance]:
             out[instance] = now.collectives[copy]
     return tuple(out)
+
+
+def _sort(graph: Graph, item: GraphCollective) -> tuple[str, str]:
+    """Axis and kind, by which collectives change together; all messages of a pipeline are of one kind."""
+    axis = axis_of_item(item, graph.groups)
+    return axis, "message" if item.kind in MESSAGES else item.kind
 
 
 def _group(old: GraphGroup, made: GraphGroup, now: GraphGroup) -> GraphGroup:

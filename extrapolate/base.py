@@ -220,7 +220,8 @@ def prepare(
     ranks = max(built.job.world_size, len(real_ranks(built.graph)))
     graph = cautions.unnamed(built.job, with_groups(built.graph, ranks, health), health)
     graph = replace(graph, instance=instance_of_hubs(graph))
-    _, alone = _replayed(graph, here)
+    timeline, alone = _replayed(graph, here)
+    alone = _beside_nothing(graph, timeline, alone, slowdown)
     more = list(more_evidence)
     found = [*evidence(graph, alone), *([] if moves else more)]
     calibration = calibrate(found, here)
@@ -344,6 +345,21 @@ def _replayed(graph: Graph, cluster: Cluster) -> tuple[Timeline, IntArray]:
     return timeline, graph.dur_ns
 
 
+def _beside_nothing(graph: Graph, timeline: Timeline, dur_ns: IntArray, given: float | None) -> IntArray:
+    """Durations with transfers as they would be without kernels beside them, which the cost models know nothing of."""
+    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+    share[graph.kind != NodeKind.TRANSFER] = 0.0
+    found = 0.0 if given == 0 else overlap.transfer_slowdown(graph, share, dur_ns)
+    return overlap.apply(dur_ns, np.full_like(share, found), share, np.zeros_like(share))
+
+
+def _slowdown(measured: Slowdown, given: float | None) -> Slowdown:
+    """The slowdown that the user gives for kernels, if any; without any, transfers are not slowed either."""
+    if given is None:
+        return measured
+    return Slowdown((given, given), {}, "given", transfers=measured.transfers if given > 0 else 0.0)
+
+
 def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout, error: float) -> Base:
     """What the final graph tells of overlap, noise and jitter, beside what was found on the way."""
     asked, cluster, health = measured.asked, measured.cluster, measured.health
@@ -375,7 +391,7 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
         layout=layout,
         cluster=cluster,
         calibration=measured.calibration,
-        slowdown=slowdown if asked.slowdown is None else Slowdown((asked.slowdown, asked.slowdown), {}, "given"),
+        slowdown=_slowdown(slowdown, asked.slowdown),
         share=share,
         plan=plan,
         noise=asked.noise or _across_nodes(measure_noise(graph), ranks, cluster),

@@ -114,6 +114,7 @@ class ScalingCurve:
             "overlap_slowdown": {
                 "waiting": base.slowdown.default[0],
                 "moving": base.slowdown.default[1],
+                "transfers": base.slowdown.transfers,
                 "source": base.slowdown.source,
             },
         }

@@ -10,10 +10,15 @@ kernels. A collective of one second that hides wholly so costs λ = κ (1 + μ) 
 μ   0.19: the mean slowdown reported for overlapped work (arXiv 2507.03114), used here for collectives.
 NCCL_CHANNELS   24: grid of the NCCL kernels in the public 8 × H100 trace.
 
-A trace that ran a kernel with and without a collective beside it tells its own κ (overlap.py); this is the prior.
+Both are rates: what spends the share f of its run beside neighbours takes 1 / (1 - f κ / (1 + κ)) times as long as alone.
+A trace that ran a kernel with and without a collective beside it tells its own κ, and its own μ where it moved the same
+bytes with and without kernels beside them (overlap.py); these are the priors.
 """
 
 from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
 
 OVERLAP_LOSS = {"hopper": 0.603, "ampere": 0.217}
 """λ by generation of the device."""
@@ -42,6 +47,14 @@ def kernel_slowdown(loss: float, collective_slowdown: float = COLLECTIVE_SLOWDOW
 def loss_of(kappa: float, collective_slowdown: float = COLLECTIVE_SLOWDOWN) -> float:
     """λ of kernels that are slower by κ: seconds of compute lost a second of hidden collective."""
     return kappa * (1 + collective_slowdown) / (1 + kappa)
+
+
+def done(share: npt.NDArray[np.float64], slowdown: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What a kernel or transfer gets done in one second of its run, in seconds that it would take alone; float64[n].
+
+    share, slowdown  float64[n, k]: the share of its run that it spends beside each kind of neighbour, and the κ or μ there
+    """
+    return np.asarray(1.0 - (share * slowdown / (1.0 + slowdown)).sum(axis=1))
 
 
 def prior(generation: str) -> tuple[float, str]:

@@ -1,10 +1,11 @@
-"""Turns a replay into how long each kernel ran beside a resident collective, and durations into ones with that slowdown.
+"""Turns a replay into how long kernels ran beside collectives and transfers beside kernels, and durations into slowed ones.
 
 A collective that waits for its members holds multiprocessors and nothing else; one that moves data also takes memory
 bandwidth. The two are measured apart (κ of each, by kernel), since they part ways with scale: a gather over a thousand
-ranks mostly waits for hops. Measured durations hold the slowdown of the measured overlap, which is taken out first:
-dur' = dur · (1 + κ·f') / (1 + κ·f), with f the shares of the kernel beside a waiting and beside a moving collective.
-κ is the one of interference.py, which holds the prior of a device where a trace can't tell.
+ranks mostly waits for hops. A transfer beside which a kernel runs on one of its ranks is slower by μ. Measured durations
+hold the slowdown of the measured overlap, which is taken out first: dur' = dur · done(f) / done(f'), with f the shares
+of a kernel beside a waiting and beside a moving collective, or of a transfer beside kernels.
+What κ, μ and `done` are is said in interference.py, which holds the priors of a device where a trace can't tell.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.extrapolate.compute import compute_nodes, device_lanes
+from scaletrace.extrapolate.interference import COLLECTIVE_SLOWDOWN
+from scaletrace.extrapolate.interference import done as rate_of
 from scaletrace.jit import jit
 from scaletrace.parse.events import IntArray
-from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.graph import Graph, GraphCollective, NodeKind
 from scaletrace.parse.job import Job
 
 Floats = npt.NDArray[np.float64]
@@ -138,6 +141,7 @@ def overlap_share(
 ) -> npt.NDArray[np.float64]:
     """Shares of every device kernel beside a waiting and beside a moving collective of its rank; float64[n, 2].
 
+    Of a transfer between devices the second is its share beside kernels, of the member that has most of them.
     moving: for each collective how much of its transfer moves data as hard as it did where it was measured (default
     all of it); the rest counts as waiting. Where several transfers overlap, the first counts.
     """
@@ -155,7 +159,26 @@ def overlap_share(
         stayed = covered(start_ns[mine], end_ns[mine], stays.low_ns[stay], stays.high_ns[stay]) / whole
         out[mine, 1] = moves
         out[mine, 0] = np.maximum(0.0, stayed - moves)
+    out[made.transfers, 1] = _beside_kernels(made, stays, start_ns, end_ns)
     return out
+
+
+def _beside_kernels(made: Plan, stays: Stays, start_ns: IntArray, end_ns: IntArray) -> Floats:
+    """Share of every transfer beside which a kernel runs on one of its ranks, where they are devices; float64[t].
+
+    Members of one instance move together: the one that has kernels beside it for longest slows all.
+    """
+    share = np.zeros(len(made.transfers))
+    for rank, mine in made.kernels.items():
+        stay = np.flatnonzero(stays.rank == rank)
+        whole = np.maximum(1, stays.high_ns[stay] - stays.moving_ns[stay])
+        beside = covered(stays.moving_ns[stay], stays.high_ns[stay], start_ns[mine], end_ns[mine])
+        share[stay] = beside / whole
+    known = stays.instance >= 0
+    most = np.zeros(int(stays.instance.max(initial=-1)) + 1)
+    np.maximum.at(most, stays.instance[known], share[known])
+    share[known] = most[stays.instance[known]]
+    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +186,21 @@ class Slowdown:
     """How much slower compute runs beside a resident collective (κ): beside a waiting and beside a moving one.
 
     default  κ of kernels without evidence;  by_name  κ of kernels that the trace itself tells;  pairs  their number
+    transfers  how much slower transfers are beside kernels (μ)
     """
 
     default: tuple[float, float]
     by_name: Mapping[str, tuple[float, float]]
     source: str
     pairs: int = 0
+    transfers: float = COLLECTIVE_SLOWDOWN
 
     def per_node(self, graph: Graph) -> Floats:
-        """κ of every node; float64[n, 2]."""
+        """κ of every node, (0, μ) of transfers; float64[n, 2]."""
         by_code = np.array([self.by_name.get(name, self.default) for name in graph.names] + [self.default])
-        return np.asarray(by_code[graph.name])
+        out = by_code[graph.name]
+        out[graph.kind == NodeKind.TRANSFER] = 0.0, self.transfers
+        return np.asarray(out)
 
 
 def operands(job: Job, graph: Graph) -> IntArray:
@@ -227,14 +254,15 @@ def measure(
 
     For each such kernel κ = ratio of medians - 1, once for waiting and once for moving collectives. The defaults are
     the time-weighted means, drawn to the prior as if that were worth PAIRS_WANTED kernels. What comes out negative
-    counts in the mean and is not applied.
+    counts in the mean and is not applied. μ is that of transfer_slowdown.
     """
     durations = graph.dur_ns if dur_ns is None else dur_ns
     apart = np.zeros(len(graph), np.int64) if operands is None else operands
     found = [_pairs(graph, share, durations, apart, column) for column in (0, 1)]
     names = {name for rows in found for name, _, _ in rows}
+    transfers = transfer_slowdown(graph, share, durations)
     if not names:
-        return Slowdown((prior, prior), {}, "prior of the device")
+        return Slowdown((prior, prior), {}, "prior of the device", transfers=transfers)
     default = tuple(_drawn(rows, prior) for rows in found)
     by_name = {}
     for name in names:
@@ -242,7 +270,9 @@ def measure(
         by_name[name] = tuple(_mean(rows) if rows else default[c] for c, rows in enumerate(own))
     count = len(names)
     source = f"measured on {count} kernels with and without a resident collective"
-    return Slowdown((default[0], default[1]), {name: (k[0], k[1]) for name, k in by_name.items()}, source, count)
+    return Slowdown(
+        (default[0], default[1]), {name: (k[0], k[1]) for name, k in by_name.items()}, source, count, transfers
+    )
 
 
 Pair = tuple[str, float, float]
@@ -266,6 +296,30 @@ def _pairs(graph: Graph, share: Floats, durations: IntArray, apart: IntArray, co
     return out
 
 
+def transfer_slowdown(graph: Graph, share: Floats, durations: IntArray) -> float:
+    """μ from collectives of one kind, size and group that ran at least twice beside kernels and twice beside none.
+
+    The mean of ratio of medians - 1, each counted as often as its rarer state was seen, drawn to the prior as if that
+    were worth PAIRS_WANTED runs: few transfers of a step have nothing beside them, and contention only adds to those.
+    """
+    nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0) & (durations > 0))
+    nodes = nodes[device_lanes(graph)[nodes]]
+    _, first = np.unique(graph.instance[nodes], return_index=True)
+    alike: dict[GraphCollective, list[int]] = {}
+    for node in nodes[first].tolist():
+        alike.setdefault(graph.collectives[int(graph.instance[node])], []).append(node)
+    total, weight = COLLECTIVE_SLOWDOWN * PAIRS_WANTED, float(PAIRS_WANTED)
+    for runs in alike.values():
+        each = np.array(runs)
+        free, beside = each[share[each, 1] <= HARDLY], each[share[each, 1] >= MOSTLY]
+        count = min(len(beside), len(free))
+        if count >= 2:
+            ratio = float(np.median(durations[beside]) / np.median(durations[free]))
+            total += count * min(LARGEST_KAPPA, max(0.0, ratio - 1.0))
+            weight += count
+    return total / weight
+
+
 def _mean(rows: Sequence[Pair]) -> float:
     """Time-weighted κ, between none and LARGEST_KAPPA."""
     mean = sum(kappa * weight for _, kappa, weight in rows) / sum(weight for _, _, weight in rows)
@@ -280,16 +334,8 @@ def _drawn(rows: Sequence[Pair], prior: float) -> float:
 
 def apply(dur_ns: IntArray, kappa: Floats, was: Floats, now: Floats) -> IntArray:
     """Durations with the overlap `was` taken out and `now` put in (float64[n, 2]); bits stay where the overlap does."""
+    changed = np.flatnonzero((was != now).any(axis=1))
     out = dur_ns.copy()
-    _apply(out, kappa, was, now)
+    factor = rate_of(was[changed], kappa[changed]) / rate_of(now[changed], kappa[changed])
+    out[changed] = np.round(dur_ns[changed] * factor).astype(np.int64)
     return out
-
-
-@jit
-def _apply(dur_ns: IntArray, kappa: Floats, was: Floats, now: Floats) -> None:
-    for v in range(len(dur_ns)):
-        if was[v, 0] == now[v, 0] and was[v, 1] == now[v, 1]:
-            continue
-        before = 1 + (kappa[v, 0] * was[v, 0] + kappa[v, 1] * was[v, 1])
-        after = 1 + (kappa[v, 0] * now[v, 0] + kappa[v, 1] * now[v, 1])
-        dur_ns[v] = np.int64(np.round(dur_ns[v] * after / before))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from scaletrace.extrapolate import cluster, nccl
 from scaletrace.extrapolate.described.constants import (
     NCCL_BASE_S,
     RING_MULTINODE_FACTOR,
@@ -61,6 +62,26 @@ def all_gather_s(device: Device, size_bytes: float, group: GroupShape) -> float:
     if group.size <= 1 or size_bytes <= 0:
         return 0.0
     return size_bytes * (group.size - 1) / group.size / bus_Bps(device, group) + ring_latency_s(group)
+
+
+def gather_as_run_s(device: Device, size_bytes: float, group: GroupShape) -> float:
+    """The same as NCCL runs it (extrapolate/nccl.py): by LL or Simple, with LL's channels and the plateau of rings.
+
+    Written traces take this, so that a stretched trace meets a written one. Steps that are modelled as a whole keep
+    `all_gather_s`, with which what overlap costs was fitted (interference.py).
+    """
+    if group.nodes == 1 or size_bytes <= 0 or group.nic_cap_Bps < math.inf:
+        return all_gather_s(device, size_bytes, group)
+    described = cluster.Cluster(
+        device.name,
+        cluster.Device(device.name, device.generation, device.bf16_flop_s, device.hbm_bytes, device.hbm_Bps, 0.0),
+        (
+            cluster.Tier("node", cluster.Link.NVLINK, device.gpus_per_node, device.nvlink_Bps, device.nvlink_share),
+            cluster.Tier("network", cluster.Link.NETWORK, 0, device.nic_Bps, device.nic_share),
+        ),
+    )
+    placed = cluster.place(group.size, described, per_node=group.members_per_node)
+    return min(term.seconds for term in nccl.candidates("all_gather", size_bytes, placed, described))
 
 
 def broadcast_s(device: Device, size_bytes: float, group: GroupShape) -> float:

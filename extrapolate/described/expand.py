@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from scaletrace.extrapolate.described.collectives import GroupShape, all_gather_s, all_reduce_s
+from scaletrace.extrapolate.described.collectives import GroupShape, all_reduce_s, gather_as_run_s
 from scaletrace.extrapolate.described.constants import ADAM_BYTES_PER_PARAMETER
 from scaletrace.extrapolate.described.plan_kernels import ADAM, KernelPlans, Part
 from scaletrace.extrapolate.described.plan_layers import LayerPlans
@@ -142,7 +142,7 @@ class _Expander:
         yield self.kernels.kernel_of(ADAM, "aten::_fused_adamw_", float(owned) * ADAM_BYTES_PER_PARAMETER, (owned, 1))
         if layout.zero and layout.dp > 1:
             group = self.d.group("dp")
-            seconds = all_gather_s(self.d.device, 2.0 * held, group)
+            seconds = gather_as_run_s(self.d.device, 2.0 * held, group)
             yield PlannedCollective("all_gather", "dp", REPLICATE, seconds, held // group.size, held)
             yield PlannedWait(REPLICATE)
 

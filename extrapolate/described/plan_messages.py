@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from scaletrace.extrapolate.described.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from scaletrace.extrapolate.described.collectives import all_reduce_s, all_to_all_s, gather_as_run_s, send_s
 from scaletrace.extrapolate.described.planned import (
     GATHER,
     MESSAGE_CHANNELS,
@@ -64,7 +64,7 @@ class MessagePlans:
         """Gradients over replicas: one reduce-scatter where they shard the optimizer, else all-reduces of DDP's buckets."""
         group = self.d.group("dp")
         if self.d.layout.zero:
-            seconds = all_gather_s(self.d.device, 4.0 * elements, group)
+            seconds = gather_as_run_s(self.d.device, 4.0 * elements, group)
             yield PlannedCollective(
                 "reduce_scatter", "dp", REPLICATE, seconds, elements, elements // group.size, "Float"
             )
@@ -78,7 +78,7 @@ class MessagePlans:
     def shard_collective(self, kind: str, stream: int, elements: int, dtype: str, width: int) -> PlannedCollective:
         group = self.d.group("shard")
         padded = math.ceil(elements / group.size) * group.size
-        seconds = all_gather_s(self.d.device, float(width * padded), group)
+        seconds = gather_as_run_s(self.d.device, float(width * padded), group)
         whole, part = padded, padded // group.size
         sizes = (part, whole) if kind == "all_gather" else (whole, part)
         return PlannedCollective(kind, "shard", stream, seconds, *sizes, dtype)
@@ -115,7 +115,7 @@ class MessagePlans:
         elif kind == "all_to_all":
             seconds, sizes = all_to_all_s(self.d.device, size_bytes, group), (elements, elements)
         else:
-            seconds = all_gather_s(self.d.device, size_bytes, group)
+            seconds = gather_as_run_s(self.d.device, size_bytes, group)
             sizes = (part, elements) if kind == "all_gather" else (elements, part)
         yield PlannedCollective(kind, axis, stream, seconds, *sizes)
         yield PlannedWait(stream)

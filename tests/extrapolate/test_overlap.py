@@ -9,10 +9,12 @@ import pytest
 
 from scaletrace.extrapolate import overlap
 from scaletrace.extrapolate.draft import Draft
+from scaletrace.extrapolate.interference import COLLECTIVE_SLOWDOWN
 from scaletrace.parse.build import build
 from scaletrace.parse.graph import Graph, GraphGroup, NodeKind
 from scaletrace.parse.load import load
 from scaletrace.replay.engine import replay
+from scaletrace.traces.synth.interference import Roles, contended
 
 
 def _graph(names: list[str], durations: list[int], transfer_ns: int) -> Graph:
@@ -90,9 +92,25 @@ def test_applying_the_measured_overlap_changes_no_bit() -> None:
     was, moving = np.array([[0.0, 1.0], [0.0, 0.5], [0.0, 0.0]]), np.tile([0.0, 1.0], (3, 1))
 
     assert dur.tolist() == overlap.apply(dur, kappa, was, was.copy()).tolist()
-    assert [98, 833, 999] == overlap.apply(dur, kappa, was, np.zeros((3, 2))).tolist()
-    assert [137, 1167, 1399] == overlap.apply(dur, kappa, was, moving).tolist()
-    assert [117, 1000, 1199] == overlap.apply(dur, kappa, was, moving[:, ::-1]).tolist()
+    assert [98, 857, 999] == overlap.apply(dur, kappa, was, np.zeros((3, 2))).tolist()
+    assert [137, 1200, 1399] == overlap.apply(dur, kappa, was, moving).tolist()
+    assert [117, 1029, 1199] == overlap.apply(dur, kappa, was, moving[:, ::-1]).tolist()
+
+
+@pytest.mark.parametrize("begins", [0, 300, 900])
+def test_what_a_kernel_does_beside_a_collective_for_a_part_of_its_run_is_found_again(begins: int) -> None:
+    """A kernel of 1,000 ns slowed by 0.5 beside a transfer of 600, which 0.25 slows, as a simulation has them."""
+    roles = Roles(kernels={0: 0}, arrivals={1: (0, 2)}, slowdown={2: 0.5})
+    roles.members[2].append(0)
+    start, end = (
+        np.array(each) for each in contended([1000, 0, 600, begins], [[], [(3, 0)], [(1, 0)], []], roles, 0.25)
+    )
+    low, high = np.maximum(start[0], start[2]), np.minimum(end[0], end[2])
+    beside = np.maximum(0, high - low) / (end - start)[[0, 2]]
+    alone = overlap.apply((end - start)[[0, 2]], np.array([[0.0, 0.5], [0.0, 0.25]]), np.array([[0.0, f] for f in beside]), np.zeros((2, 2)))  # fmt: skip
+
+    assert 0 < beside[0] < 1
+    assert [1000, 600] == pytest.approx(alone.tolist(), abs=2)
 
 
 def test_a_real_job_slows_more_beside_moving_data_than_beside_waiting(shared_data: Path) -> None:
@@ -106,3 +124,36 @@ def test_a_real_job_slows_more_beside_moving_data_than_beside_waiting(shared_dat
     assert found.pairs > 10
     assert waiting < 0.35
     assert 0.4 < moving < 0.7
+
+
+def test_a_transfer_has_the_kernels_of_the_member_with_most_of_them_beside_it() -> None:
+    """Kernels cover half of a transfer of 200 ns on rank 0 and none of it on rank 1: both members move with half beside."""
+    draft = Draft(groups=[GraphGroup("dp", 2, 1)])
+    draft.collective("all_reduce", 0, 64, [(0, []), (1, [])], 200)
+    first = draft.node(NodeKind.KERNEL, 60, name="a")
+    draft.node(NodeKind.KERNEL, 40, name="b", after=[first])
+    graph = draft.graph()
+    timeline = replay(graph)
+    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+    transfers = graph.kind == NodeKind.TRANSFER
+
+    assert [[0.0, 0.5]] * 2 == share[transfers].tolist()
+    slow = overlap.Slowdown((0.5, 0.5), {}, "given", transfers=0.25).per_node(graph)
+    assert [180, 180] == overlap.apply(graph.dur_ns, slow, share, np.zeros_like(share))[transfers].tolist()
+
+
+def test_transfers_of_the_same_bytes_tell_what_kernels_beside_them_cost() -> None:
+    """Ten alike, 150 ns beside a kernel and 100 ns without, are worth as much as the prior; one of each kind nothing."""
+    found = []
+    for count in (5, 1):
+        draft, before = Draft(groups=[GraphGroup("dp", 1, 1)]), list[int]()
+        for _ in range(count):
+            draft.node(NodeKind.KERNEL, 150, name="gemm", after=before)
+            before = draft.collective("all_reduce", 0, 64, [(0, before)], 150)
+            before = draft.collective("all_reduce", 0, 64, [(0, before)], 100)
+        graph = draft.graph()
+        timeline = replay(graph)
+        share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+        found.append(overlap.transfer_slowdown(graph, share, graph.dur_ns))
+
+    assert [pytest.approx((0.5 + COLLECTIVE_SLOWDOWN) / 2), pytest.approx(COLLECTIVE_SLOWDOWN)] == found

@@ -1,26 +1,33 @@
 """Turns the gradient buckets of a DDP job that is to be cut into stages into those that DDP makes of each stage's module.
 
-DDP fills its buckets along the gradients of one module in the order in which they are ready, so a stage has a first
-bucket of its own and none reaches into another stage. Where the recorded buckets are found to be runs of the weights
-that the operators read, those of the stages are laid by the same rule, gradient by gradient; elsewhere a bucket that
-reaches over a border between stages is cut there by the share of weights.
+DDP fills its buckets along the gradients of one module, so a stage has a first bucket of its own and none reaches into
+another stage. Where the recorded buckets are runs of known weights, those of the stages are laid by the same rule
+(bucket_plan), gradient by gradient; elsewhere a bucket that reaches over a border is cut there by the share of weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 
 import numpy as np
 
-from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.layers import Phase
-from scaletrace.extrapolate.rewrite.buckets import Bucket, buckets_of, ddp_buckets, measured_caps
+from scaletrace.extrapolate.rewrite.bucket_plan import (
+    Gradient,
+    Pass,
+    Planned,
+    by_gradient,
+    by_share,
+    distinct,
+    line_of,
+    passes_of,
+)
+from scaletrace.extrapolate.rewrite.buckets import measured_caps
 from scaletrace.extrapolate.rewrite.loom import Loom, reopen
 from scaletrace.extrapolate.rewrite.removal import orphans, without_nodes
-from scaletrace.extrapolate.rewrite.state import State, axis_of_item, cost_s, told
-from scaletrace.parse.events import BoolArray, IntArray
+from scaletrace.extrapolate.rewrite.state import State, cost_s, told
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 
 HUB_FROM = 3
@@ -30,59 +37,19 @@ SHARED = "gradient buckets cut at the borders of stages by the share of weights"
 CAPS = "bucket size of DDP, of which several would make the recorded buckets"
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """One gradient in the order of readiness: its unit, and that it is number `at` of the `of` gradients there."""
-
-    unit: int
-    at: int
-    of: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The buckets that one backward pass issued on some ranks, and the gradients that they are made of.
-
-    ends: how many gradients the buckets up to each hold, () where they are no runs of the weights that are known
-    """
-
-    step: int
-    micro_batch: int
-    ranks: tuple[int, ...]
-    units: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
-    ends: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _New:
-    """A bucket of one stage: it is ready with a gradient of `unit` and carries parts of the recorded buckets `olds`.
-
-    last: number of the gradient in the run's order, -1 where the gradients are not known
-    """
-
-    stage: int
-    size_bytes: int
-    unit: int
-    olds: tuple[int, ...]
-    last: int
-
-
 def staged_buckets(state: State, stages: Sequence[Sequence[int]]) -> State:
     """`state`, not yet cut, with the buckets of each stage (its units in model order) instead of the recorded ones."""
     stage_of = np.full(len(state.anatomy.units) + 1, -1, np.int64)
     for number, units in enumerate(stages):
         stage_of[list(units)] = number
-    width, runs = _runs(state)
+    width, runs = passes_of(state)
     if not runs:
         return state
-    lines = [_line(state, run.units, width) for run in runs]
-    caps = measured_caps(_distinct(lines, runs)) if width and all(run.ends for run in runs) else None
+    whole = line_of(state, range(len(state.anatomy.units)), width)
+    lines = [line_of(state, run.units, width) for run in runs]
+    caps = measured_caps(distinct(lines, runs)) if width and all(run.ends for run in runs) else None
     plans = [
-        _by_gradient(line, run, stage_of, stages, _line(state, _units(state), width), caps[:2])
-        if caps
-        else _by_share(state, run, stage_of)
+        by_gradient(line, run, stage_of, stages, whole, caps[:2]) if caps else by_share(state, run, stage_of)
         for line, run in zip(lines, runs, strict=True)
     ]
     if all(_kept(state, run, plan) for run, plan in zip(runs, plans, strict=True)):
@@ -96,163 +63,13 @@ def staged_buckets(state: State, stages: Sequence[Sequence[int]]) -> State:
     return told(out, EXACT, "" if caps[2] else CAPS)
 
 
-def _units(state: State) -> tuple[int, ...]:
-    return tuple(range(len(state.anatomy.units)))
-
-
-def _line(state: State, units: Sequence[int], width: int) -> list[_Gradient]:
-    """Gradients of some units in the order in which a backward pass has them ready."""
-    return [
-        _Gradient(unit, at, len(state.work.weights[unit]), weight.elements * width)
-        for unit in sorted(units, reverse=True)
-        for at, weight in enumerate(reversed(state.work.weights[unit]))
-    ]
-
-
-def _runs(state: State) -> tuple[int, list[_Run]]:
-    """(bytes of an element, the recorded buckets by step, ranks and backward pass); 0 bytes where weights don't fit."""
-    graph, anatomy = state.graph, state.anatomy
-    if _scatters(graph):
-        return 0, []
-    found: dict[tuple[int, tuple[int, ...]], list[Bucket]] = {}
-    for step, buckets in buckets_of(graph).items():
-        for bucket in buckets:
-            found.setdefault((step, tuple(sorted(bucket.arrive))), []).append(bucket)
-    units = {ranks: _held(graph, anatomy, ranks) for _, ranks in found}
-    for width in (4, 2, 8):
-        runs: list[_Run] = []
-        for (step, ranks), buckets in found.items():
-            sizes = [gradient.size_bytes for gradient in _line(state, units[ranks], width)]
-            passes = _passes([graph.collectives[bucket.instance].bytes_in for bucket in buckets], sizes)
-            if not passes:
-                break
-            for begin, ends in passes:
-                mine = tuple(buckets[begin : begin + len(ends)])
-                runs.append(_Run(step, _micro_batch(graph, anatomy, mine), ranks, units[ranks], mine, ends))
-        else:
-            return width, runs
-    return 0, [
-        _Run(step, batch, ranks, units[ranks], tuple(mine), ())
-        for (step, ranks), buckets in found.items()
-        for batch, mine in _by_batch(graph, anatomy, buckets).items()
-    ]
-
-
-def _scatters(graph: Graph) -> bool:
-    """Whether gradients are scattered, so that what is all-reduced are replicas of shards."""
-    return any(
-        item.kind == "reduce_scatter" and axis_of_item(item, graph.groups) in ("dp", "fsdp", "world", "")
-        for item in graph.collectives
-    )
-
-
-def _held(graph: Graph, anatomy: Anatomy, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Units that ranks work on."""
-    mine = np.isin(graph.rank, ranks) & (anatomy.unit >= 0) & (anatomy.phase == int(Phase.FORWARD))
-    return tuple(np.unique(anatomy.unit[mine]).tolist())
-
-
-def _passes(buckets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """(first bucket, ends in gradients) of every backward pass, if all buckets are runs of whole gradients; else []."""
-    borders = {total: number + 1 for number, total in enumerate(accumulate(sizes))}
-    whole, held, begin = sum(sizes), 0, 0
-    ends: list[int] = []
-    out: list[tuple[int, tuple[int, ...]]] = []
-    for at, size in enumerate(buckets):
-        held += size
-        if held not in borders:
-            return []
-        ends.append(borders[held])
-        if held == whole:
-            out.append((begin, tuple(ends)))
-            held, begin, ends = 0, at + 1, []
-    return [] if ends else out
-
-
-def _micro_batch(graph: Graph, anatomy: Anatomy, buckets: Sequence[Bucket]) -> int:
-    """The micro batch that issued some buckets; what a stall has moved out of every pass is told by the others."""
-    nodes = [node for bucket in buckets for node in bucket.arrive.values()]
-    known = anatomy.micro_batch[nodes]
-    return int(known.max()) if (known >= 0).any() else max(0, anatomy.micro_batches - 1)
-
-
-def _by_batch(graph: Graph, anatomy: Anatomy, buckets: Sequence[Bucket]) -> dict[int, list[Bucket]]:
-    out: dict[int, list[Bucket]] = {}
-    batch = _micro_batch(graph, anatomy, buckets)
-    for bucket in buckets:
-        known = anatomy.micro_batch[list(bucket.arrive.values())].max()
-        batch = int(known) if known >= 0 else batch
-        out.setdefault(batch, []).append(bucket)
-    return out
-
-
-def _distinct(lines: Sequence[list[_Gradient]], runs: Sequence[_Run]) -> list[tuple[Sequence[int], Sequence[int]]]:
-    pairs = {(tuple(each.size_bytes for each in line), run.ends) for line, run in zip(lines, runs, strict=True)}
-    return list(pairs)
-
-
-def _by_gradient(
-    line: Sequence[_Gradient],
-    run: _Run,
-    stage_of: IntArray,
-    stages: Sequence[Sequence[int]],
-    whole: Sequence[_Gradient],
-    caps: tuple[int, int],
-) -> list[_New]:
-    """DDP's own buckets of every stage that are ready on the run's ranks, in order of readiness."""
-    number = {(each.unit, each.at): at for at, each in enumerate(line)}
-    out = []
-    for stage in {int(stage_of[unit]) for unit in run.units}:
-        mine = [each for each in whole if stage_of[each.unit] == stage]
-        begin = 0
-        for end in ddp_buckets([each.size_bytes for each in mine], *caps):
-            part, last = mine[begin:end], mine[end - 1]
-            begin = end
-            if (last.unit, last.at) not in number:
-                continue  # ready on the ranks of another recorded stage
-            here = [number[each.unit, each.at] for each in part if (each.unit, each.at) in number]
-            olds = sorted({int(np.searchsorted(run.ends, at, side="right")) for at in here})
-            size = sum(each.size_bytes for each in part)
-            out.append(_New(stage, size, last.unit, tuple(olds), number[last.unit, last.at]))
-    return sorted(out, key=lambda each: each.last)
-
-
-def _by_share(state: State, run: _Run, stage_of: IntArray) -> list[_New]:
-    """The recorded buckets, each cut where units that it carries are of different stages.
-
-    A bucket carries the units that are done since the one before was issued, up to the one that issued it.
-    """
-    graph, anatomy = state.graph, state.anatomy
-    weight = anatomy.parameters if anatomy.parameters.sum() else np.ones(len(anatomy.units))
-    above, out = max(run.units, default=-1) + 1, []
-    for at, bucket in enumerate(run.buckets):
-        known = anatomy.unit[list(bucket.arrive.values())]
-        known = known[(known >= 0) & (known < above)]
-        last = int(known.max()) if len(known) else max(above - 1, min(run.units, default=0))
-        units = [unit for unit in run.units if last <= unit < above] or [last]
-        above = last
-        size = graph.collectives[bucket.instance].bytes_in
-        parts: dict[int, list[int]] = {}
-        for unit in units:
-            parts.setdefault(int(stage_of[unit]), []).append(unit)
-        shares = {stage: float(weight[mine].sum()) for stage, mine in parts.items()}
-        total, given = sum(shares.values()), 0
-        for place, (stage, mine) in enumerate(sorted(parts.items(), reverse=True)):
-            rest = place == len(parts) - 1
-            piece = size - given if rest else round(size * shares[stage] / total) if total else 0
-            given += piece
-            if piece:
-                out.append(_New(stage, piece, min(mine), (at,), -1))
-    return out
-
-
-def _kept(state: State, run: _Run, plan: Sequence[_New]) -> bool:
+def _kept(state: State, run: Pass, plan: Sequence[Planned]) -> bool:
     """Whether the plan has just the recorded buckets, each within one stage."""
     sizes = [state.graph.collectives[bucket.instance].bytes_in for bucket in run.buckets]
     return [new.olds for new in plan] == [(at,) for at in range(len(sizes))] and [n.size_bytes for n in plan] == sizes
 
 
-def _moved(state: State, runs: Sequence[_Run], plans: Sequence[Sequence[_New]], stage_of: IntArray) -> State:
+def _moved(state: State, runs: Sequence[Pass], plans: Sequence[Sequence[Planned]], stage_of: IntArray) -> State:
     """The state with each bucket in the pass and stage of its gradients, also where a stall had taken it out of them."""
     graph, anatomy = state.graph, state.anatomy
     unit, batch, phase = anatomy.unit.copy(), anatomy.micro_batch.copy(), anatomy.phase.copy()
@@ -278,6 +95,36 @@ def _late(graph: Graph, members: IntArray) -> BoolArray:
     return np.asarray((graph.kind == int(NodeKind.STALL)) & late & ~other, np.bool_)
 
 
+_NONE = np.zeros(0, np.int64)
+
+
+def _index(
+    state: State,
+) -> tuple[dict[tuple[int, int, int, int], IntArray], dict[tuple[int, int], IntArray]]:
+    """Nodes that compute or run on the host: of each backward by (rank, step, micro batch, unit), and of no unit by
+    (rank, step)."""
+    graph, anatomy = state.graph, state.anatomy
+    plain = (graph.instance < 0) & (graph.kind != int(NodeKind.RENDEZVOUS)) & (graph.kind != int(NodeKind.STALL))
+    inside = np.flatnonzero(plain & (anatomy.phase == int(Phase.BACKWARD)) & (anatomy.unit >= 0))
+    outside = np.flatnonzero(plain & (anatomy.unit < 0))
+    backward = _by_key(inside, graph.rank, graph.step, anatomy.micro_batch, anatomy.unit)
+    ends = _by_key(outside, graph.rank, graph.step)
+    return (
+        {(key[0], key[1], key[2], key[3]): nodes for key, nodes in backward.items()},
+        {(key[0], key[1]): nodes for key, nodes in ends.items()},
+    )
+
+
+def _by_key(nodes: IntArray, *columns: Int32Array) -> dict[tuple[int, ...], IntArray]:
+    """Nodes, ascending, by their values in some columns."""
+    if not len(nodes):
+        return {}
+    keys, code = np.unique(np.stack([column[nodes] for column in columns]), axis=1, return_inverse=True)
+    order = np.argsort(code.reshape(-1), kind="stable")
+    cuts = np.flatnonzero(np.diff(code.reshape(-1)[order])) + 1
+    return dict(zip(map(tuple, keys.T.tolist()), np.split(nodes[order], cuts), strict=True))
+
+
 class _Sketch:
     """The new buckets while they are added; nodes of the old graph keep their numbers until the end."""
 
@@ -290,9 +137,10 @@ class _Sketch:
             if state.graph.kind[node] == int(NodeKind.TRANSFER):
                 self.leave.setdefault(node, []).append(edge)
         self.early = 0
+        self.backward, self.ends = _index(state)
         self.places: list[tuple[int, int]] = []  # unit and micro batch of each new node, by the mark in its event
 
-    def replace(self, run: _Run, plan: Sequence[_New], line: Sequence[_Gradient]) -> None:
+    def replace(self, run: Pass, plan: Sequence[Planned], line: Sequence[Gradient]) -> None:
         """Put the buckets of `plan` in place of the run's, which stay until the end."""
         graph, state = self.graph, self.state
         costs = sum(cost_s(state.network, graph.collectives[b.instance], graph.groups) for b in run.buckets)
@@ -322,7 +170,9 @@ class _Sketch:
             for rank, transfer in zip(run.ranks, moved, strict=True):
                 self._await(run, new, rank, transfer, ready[new.stage])
 
-    def _node(self, kind: NodeKind, run: _Run, new: _New, rank: int, instance: int, key: int, dur_ns: int = 0) -> int:
+    def _node(
+        self, kind: NodeKind, run: Pass, new: Planned, rank: int, instance: int, key: int, dur_ns: int = 0
+    ) -> int:
         bucket = run.buckets[new.olds[-1]]
         like = (bucket.arrive if kind is NodeKind.ARRIVE else bucket.transfer)[rank]
         return self.loom.node(
@@ -339,9 +189,9 @@ class _Sketch:
 
     def _arrive(
         self,
-        run: _Run,
-        new: _New,
-        line: Sequence[_Gradient],
+        run: Pass,
+        new: Planned,
+        line: Sequence[Gradient],
         rank: int,
         instance: int,
         before: dict[tuple[int, int, int], int],
@@ -377,14 +227,13 @@ class _Sketch:
         lags = [int(self.graph.lag_ns[e]) for e in edges if self.graph.edge_kind[e] == int(EdgeKind.STREAM)]
         return max(0, *lags, 0)
 
-    def _anchor(self, like: int, run: _Run, new: _New, line: Sequence[_Gradient], rank: int) -> int:
+    def _anchor(self, like: int, run: Pass, new: Planned, line: Sequence[Gradient], rank: int) -> int:
         """The node of the lane of `like` by which the bucket's last gradient is there: the one that accumulates it, else
         at its share of the unit's backward."""
-        graph, anatomy = self.graph, self.state.anatomy
-        mine = (graph.rank == rank) & (graph.step == run.step) & (anatomy.micro_batch == run.micro_batch)
-        mine &= (anatomy.phase == int(Phase.BACKWARD)) & (anatomy.unit == new.unit) & (graph.instance < 0)
-        nodes = np.flatnonzero(mine & (graph.lane == graph.lane[like]))
-        nodes = nodes if len(nodes) else np.flatnonzero(mine & (graph.kind == graph.kind[like]))
+        graph = self.graph
+        mine = self.backward.get((rank, run.step, run.micro_batch, new.unit), _NONE)
+        nodes = mine[graph.lane[mine] == graph.lane[like]]
+        nodes = nodes if len(nodes) else mine[graph.kind[mine] == graph.kind[like]]
         if not len(nodes):
             return like
         share = 1.0
@@ -400,20 +249,33 @@ class _Sketch:
         done = np.cumsum(graph.dur_ns[nodes])
         return int(nodes[min(int(np.searchsorted(done, share * done[-1])), len(nodes) - 1)])
 
-    def _await(self, run: _Run, new: _New, rank: int, transfer: int, ready: int) -> None:
+    def _await(self, run: Pass, new: Planned, rank: int, transfer: int, ready: int) -> None:
         """Let what waited for a recorded bucket wait for all that carry a part of it, if it comes behind their gradients;
-        what waits for none of them then waits with the last that did."""
+        and the end of the backward pass for all of them, as DDP does."""
         waits = [e for at in new.olds for e in self._waits(run, run.buckets[at].transfer[rank])]
-        behind = [e for e in waits if int(self.into[e]) > ready]
-        self.early += len(waits) - len(behind)
-        if not behind:
-            every = [e for bucket in run.buckets for e in self._waits(run, bucket.transfer[rank])]
-            behind = sorted((e for e in every if int(self.into[e]) > ready), key=lambda e: int(self.into[e]))[-1:]
-        for e in behind:
-            to, kind = int(self.into[e]), EdgeKind(int(self.graph.edge_kind[e]))
-            self.loom.edge(transfer, to, kind, int(self.graph.lag_ns[e]))
+        behind = {int(self.into[e]): (int(self.graph.edge_kind[e]), int(self.graph.lag_ns[e])) for e in waits}
+        kept = {to: how for to, how in behind.items() if to > ready}
+        self.early += len(behind) - len(kept)
+        end, how = self._end(run, rank, ready)
+        if end >= 0:
+            kept.setdefault(end, how)
+        for to, (kind, lag_ns) in kept.items():
+            self.loom.edge(transfer, to, EdgeKind(kind), lag_ns)
 
-    def _waits(self, run: _Run, was: int) -> list[int]:
+    def _end(self, run: Pass, rank: int, ready: int) -> tuple[int, tuple[int, int]]:
+        """The last wait for the run's buckets behind the backward pass, else what comes first there: node, kind, lag."""
+        graph, anatomy = self.graph, self.state.anatomy
+        every = [e for bucket in run.buckets for e in self._waits(run, bucket.transfer[rank])]
+        ends = {int(self.into[e]) for e in every if anatomy.unit[self.into[e]] < 0 and self.into[e] > ready}
+        if ends:
+            end = max(ends)
+            of_end = [e for e in every if int(self.into[e]) == end]
+            return end, (int(graph.edge_kind[of_end[-1]]), max(int(graph.lag_ns[e]) for e in of_end))
+        later = self.ends.get((rank, run.step), _NONE)
+        at = int(np.searchsorted(later, ready, side="right"))
+        return (int(later[at]) if at < len(later) else -1), (int(EdgeKind.EVENT_WAIT), 0)
+
+    def _waits(self, run: Pass, was: int) -> list[int]:
         """Edges from a recorded bucket to what awaits it, other than buckets and what follows on its stream."""
         graph, out = self.graph, []
         for e in self.leave.get(was, []):
@@ -424,7 +286,7 @@ class _Sketch:
                 out.append(e)
         return out
 
-    def _meet(self, run: _Run, arrived: Sequence[int], moved: Sequence[int]) -> None:
+    def _meet(self, run: Pass, arrived: Sequence[int], moved: Sequence[int]) -> None:
         if len(arrived) >= HUB_FROM:
             hub = self.loom.node(NodeKind.RENDEZVOUS, name=self.loom.name("rendezvous"), step=run.step)
             for node in arrived:
@@ -437,7 +299,7 @@ class _Sketch:
                 if other != own:
                     self.loom.edge(other, transfer, EdgeKind.RENDEZVOUS)
 
-    def finish(self, runs: Sequence[_Run]) -> State:
+    def finish(self, runs: Sequence[Pass]) -> State:
         """The state without the recorded buckets and the stalls that held up nothing else."""
         state, graph = self.state, self.graph
         old = [bucket.instance for run in runs for bucket in run.buckets]

@@ -6,9 +6,10 @@
     python -P benchmarks/layouts.py --again DIR predict anew from what an earlier run kept; runs nothing, needs no root
 
 A layer is two matrices with a delay between them that stands for a GPU kernel: it holds the rank for a time in
-proportion to its elements without using the CPU, so that four ranks fit on two cores. Ranks run in real time, as each
-stands for a host with cores of its own; how long they still waited for a core is measured and shown. The network's costs come from all-reduces between two ranks
-on the same links, measured beforehand; no constant is fitted to a predicted run.
+proportion to its elements without using the CPU. A host is half a core: every two ranks are pinned to one, in real
+time, and a job of two ranks has a copy of itself beside it on the other core, so that the ranks of a job of four find
+the same host as those of a job of two. How long they waited for it is measured and shown. The network's costs come from
+all-reduces between two ranks on the same links, measured beforehand; no constant is fitted to a predicted run.
 """
 
 from __future__ import annotations
@@ -27,22 +28,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script
     sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.cluster.network import Network as Namespaces
 from benchmarks.cluster.network import Spec, why_not
-from benchmarks.cluster.priority import urgent
 from benchmarks.common import table, write_result
 from scaletrace.extrapolate.calibrate import Evidence
 
-WIDTH, LAYERS = 256, 8
-WARM_UP, STEPS, RECORDED = 4, 20, 5
 RATE_MBIT, BURST = 200.0, "10kb"
+CORES, RANKS_A_CORE = 2, 2
+RANK = Path(__file__).resolve().with_name("layout_rank.py")
 GATE = 0.08
-SWEEP_BYTES, SWEEPS = (4096, 16384, 65536, 262144, 1048576), 20
 NETWORK = "network"
 """Folder of the all-reduces between two ranks."""
 PATIENCE_S, TRIES = 120.0, 3
@@ -52,10 +50,12 @@ it is run again, and what still hangs is reported as such."""
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One layout as the job's options: mode tp (DTensor), megatron, pp, fsdp_tp or net; tokens of one micro batch and how many of them.
+    """One layout as the options of benchmarks/layout_rank.py; tokens of one micro batch and how many of them.
 
-    ns     delay of a forward kernel by element of its input; backward takes twice as long
-    inner  width between the two matrices of a layer, in widths outside; less of it leaves less work for the CPU
+    mode        tp (DTensor), megatron, pp, fsdp_tp, ddp (with TP as megatron has it), ep, cp or net
+    ns          delay of a forward kernel by element of its input; backward takes twice as long
+    inner       width between the two matrices of a layer, in widths outside; less of it leaves less work for the CPU
+    checkpoint  1: every layer is run again in backward
     """
 
     mode: str
@@ -65,206 +65,50 @@ class Job:
     tokens: int = 256
     ns: int = 40
     inner: int = 4
+    checkpoint: int = 0
 
     def arguments(self) -> list[str]:
-        return [self.mode, *map(str, (self.tp, self.micro_batches, self.tokens, self.ns, self.inner))]
+        options = (self.tp, self.micro_batches, self.tokens, self.ns, self.inner, self.checkpoint)
+        return [self.mode, *map(str, options)]
 
     def layout(self) -> str:
         """As scaletrace writes it; one sample of `tokens` tokens is one micro batch."""
-        rest = f"mbs=1,seq={self.tokens},microbatches={self.micro_batches}"
+        seq = self.tokens * (self.ranks if self.mode == "cp" else 1)
+        rest = f"mbs=1,seq={seq},microbatches={self.micro_batches}" + ",recompute=full" * self.checkpoint
         axes = {
             "tp": f"tp={self.tp}",
             "megatron": f"tp={self.tp}",
             "pp": f"pp={self.ranks}",
             "fsdp_tp": f"fsdp={self.ranks // self.tp},tp={self.tp}",
+            "ddp": f"dp={self.ranks // self.tp},tp={self.tp}",
+            "ep": f"dp={self.ranks},ep={self.ranks}",
+            "cp": f"cp={self.ranks}",
         }
         return f"{axes[self.mode]},{rest}"
 
 
+SMALL = {"tokens": 64, "ns": 1280, "inner": 1}
 CASES = (
     (Job("tp", 2, tp=2), Job("tp", 4, tp=4)),
-    (Job("megatron", 2, tp=2, tokens=64, ns=1280, inner=1), Job("megatron", 4, tp=4, tokens=64, ns=1280, inner=1)),
+    (Job("megatron", 2, tp=2, **SMALL), Job("megatron", 4, tp=4, **SMALL)),
     (Job("tp", 2, tp=2, tokens=64), Job("tp", 4, tp=4, tokens=64)),
+    (Job("tp", 2, tp=2, **SMALL), Job("tp", 4, tp=4, **SMALL)),
     (Job("pp", 2, 1, 4, 64, 150), Job("pp", 4, 1, 4, 64, 150)),
     (Job("pp", 2, 1, 4, 64, 150), Job("pp", 2, 1, 8, 64, 150)),
     (Job("fsdp_tp", 2), Job("fsdp_tp", 4, tp=2)),
     (Job("tp", 2, tp=2), Job("tp", 2, tp=2, tokens=512)),
     (Job("pp", 2, 1, 4), Job("pp", 4, 1, 4)),
+    (Job("ddp", 2, **SMALL), Job("ddp", 4, tp=2, **SMALL)),
+    (Job("ddp", 2, **SMALL), Job("ddp", 2, micro_batches=2, **SMALL)),
+    (Job("ddp", 2, **SMALL), Job("ddp", 2, checkpoint=1, **SMALL)),
+    (Job("ddp", 2, checkpoint=1, **SMALL), Job("ddp", 2, **SMALL)),
+    (Job("ep", 2, **SMALL), Job("ep", 4, **SMALL)),
+    (Job("cp", 2, **SMALL), Job("cp", 4, tokens=32, ns=1280, inner=1)),
 )
-"""Recorded and predicted. The second and third pair move 64 kB at a time; the third leaves the CPU so much to do
-between two collectives that four ranks queue for two cores. The last pair spends a fifth of its time on messages."""
+"""Recorded and predicted. SMALL tensors, and the third pair's, move 64 kB at a time; the third leaves the CPU much to do
+between two collectives. The last pair of pipelines spends a fifth of its time on messages."""
 QUEUED = 0.05
 """A run whose ranks waited longer than this share of a step for a core says little about hosts with their own."""
-
-
-def rank_main(arguments: list[str], out: Path) -> None:
-    """One rank: train, time steps without a profiler, then record some."""
-    import torch
-    import torch.distributed as dist
-
-    from scaletrace.collect import record
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    step = _step(arguments)
-    for _ in range(WARM_UP):
-        step()
-    urgent()
-    dist.barrier()
-    times = []
-    waited_ns = -waited_for_a_core_ns()
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    waited_ns += waited_for_a_core_ns()
-    dist.barrier()
-    with record(str(out / "capture"), start_step=2, steps=RECORDED) as session:
-        for _ in range(RECORDED + 3):
-            step()
-            session.step()
-    (out / f"steps_{rank}.json").write_text(json.dumps(times))
-    (out / f"waited_{rank}.json").write_text(json.dumps(waited_ns * 1e-9 / STEPS))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
-
-
-def waited_for_a_core_ns() -> int:
-    """How long the thread that trains was ready to run and no core was free."""
-    return int(Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()[1])
-
-
-def network_main(out: Path) -> None:
-    """One of two ranks that time all-reduces of some sizes: what is known of the network beforehand."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    urgent()
-    seconds: dict[int, list[float]] = {}
-    for size in SWEEP_BYTES:
-        tensor = torch.zeros(size // 4)
-        for _ in range(SWEEPS):
-            dist.barrier()
-            time.sleep(0.005)
-            began = time.perf_counter()
-            dist.all_reduce(tensor)
-            seconds.setdefault(size, []).append(time.perf_counter() - began)
-    (out / f"network_{dist.get_rank()}.json").write_text(json.dumps(seconds))
-    dist.barrier()
-    os._exit(0)
-
-
-def _layer(ns: int, inner: int) -> Any:
-    """The layer's class, made here since only ranks import torch."""
-    import torch
-    from torch import nn
-
-    class Delay(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.seconds = x.numel() * ns * 1e-9
-            time.sleep(ctx.seconds)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            time.sleep(2 * ctx.seconds)
-            return grads[0].clone()
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(WIDTH, inner * WIDTH, bias=False)
-            self.down = nn.Linear(inner * WIDTH, WIDTH, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = x + self.down(Delay.apply(self.up(x)))
-            return out
-
-    return Layer
-
-
-def _split_by_hand(block: Any) -> None:
-    """Tensor parallelism over all ranks as Megatron writes it: a slice of each matrix and one all-reduce a direction,
-    without the wrappers of DTensor and the work for the CPU that they bring."""
-    import torch
-    import torch.distributed as dist
-
-    class Copied(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            out = grads[0].contiguous()
-            dist.all_reduce(out)
-            return out
-
-    class Summed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            dist.all_reduce(x)
-            return x
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            return grads[0]
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for linear, dimension in ((block.up, 0), (block.down, 1)):
-        mine = linear.weight.detach().chunk(world, dimension)[rank].contiguous()
-        linear.weight = torch.nn.Parameter(mine)
-    block.up.register_forward_pre_hook(lambda _, inputs: (Copied.apply(inputs[0]),))
-    block.down.register_forward_hook(lambda _, inputs, out: Summed.apply(out))
-
-
-def _step(arguments: list[str]) -> Any:
-    """A function that trains one step of the job on this rank."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mode, (tp, micro_batches, tokens, ns, inner) = arguments[0], map(int, arguments[1:])
-    rank, world, layer = dist.get_rank(), dist.get_world_size(), _layer(ns, inner)
-    count = LAYERS // world if mode == "pp" else LAYERS
-    model = nn.Sequential(*[layer() for _ in range(count)])
-    x = torch.randn(tokens * micro_batches, WIDTH, requires_grad=True)
-    if mode == "pp":
-        stage = PipelineStage(model, rank, world, torch.device("cpu"))
-        schedule = Schedule1F1B(stage, n_microbatches=micro_batches, loss_fn=lambda out, _: out.square().mean())
-    elif mode == "megatron":
-        for block in model:
-            _split_by_hand(block)
-    elif tp > 1:
-        mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp_shard", "tp"))
-        for block in model:
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if mode == "fsdp_tp" and world > tp:
-        shard = mesh["dp_shard"] if tp > 1 else init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-        for block in model:
-            fully_shard(block, mesh=shard)
-        fully_shard(model, mesh=shard)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-
-    def step() -> None:
-        if mode == "pp":
-            schedule.step(*((x,) if rank == 0 else ()), target=x if rank == world - 1 else None)
-        else:
-            model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    return step
 
 
 class Hung(RuntimeError):
@@ -272,25 +116,34 @@ class Hung(RuntimeError):
 
 
 def run(job: Job, out: Path) -> None:
-    """Run a job on its own small cluster; raises Hung where it does not end in time."""
+    """Run a job on its own small cluster, with copies beside it on the cores that it leaves; raises Hung where it does not end in time."""
     (out / "capture").mkdir(parents=True, exist_ok=True)
-    processes: list[subprocess.Popen[bytes]] = []
-    with Namespaces(Spec(job.ranks, RATE_MBIT, burst=BURST)) as network:
+    ranks: list[subprocess.Popen[bytes]] = []
+    places = CORES * RANKS_A_CORE
+    with Namespaces(Spec(places, RATE_MBIT, burst=BURST)) as network:
         try:
-            for rank in range(job.ranks):
-                env = dict(
-                    os.environ, RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK="0", MASTER_ADDR="10.77.0.1",
-                    MASTER_PORT="29500", GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
-                )  # fmt: skip
-                command = [sys.executable, "-P", __file__, "--rank", str(out), *job.arguments()]
-                with (out / f"rank{rank}.log").open("wb") as log:
-                    processes.append(subprocess.Popen(network.command(rank, command), env=env, stdout=log, stderr=log))
-            _await(processes, out)
+            for first in range(0, places, job.ranks):
+                folder = out if first == 0 else out / "beside"
+                folder.mkdir(exist_ok=True)
+                ranks += [_start(job, network, first, rank, folder) for rank in range(job.ranks)]
+            _await(ranks[: job.ranks], out)
         finally:
-            for process in processes:
+            for process in ranks:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+
+
+def _start(job: Job, network: Namespaces, first: int, rank: int, out: Path) -> subprocess.Popen[bytes]:
+    """A rank of the copy of the job whose first rank lies at place `first`."""
+    env = dict(
+        os.environ, RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK="0", MASTER_ADDR=f"10.77.0.{first + 1}",
+        MASTER_PORT="29500", GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
+        CORE=str((first + rank) // RANKS_A_CORE % (os.cpu_count() or 1)), **({"BESIDE": "1"} if first else {}),
+    )  # fmt: skip
+    command = [sys.executable, "-P", str(RANK), str(out), *job.arguments()]
+    with (out / f"rank{rank}.log").open("wb") as log:
+        return subprocess.Popen(network.command(first + rank, command), env=env, stdout=log, stderr=log)
 
 
 def _await(processes: list[subprocess.Popen[bytes]], out: Path) -> None:
@@ -416,13 +269,9 @@ def main() -> int:
     """Run the cases and write benchmarks/results/layouts.md; 1 if a prediction is off by more than 8 % or a job hung."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--keep", type=Path, help="keep captures, steps and logs here")
     parser.add_argument("--again", type=Path, help="predict anew from the folder that --keep filled")
-    parser.add_argument("job", nargs="*")
     args = parser.parse_args()
-    if args.rank:
-        network_main(args.rank) if args.job[0] == "net" else rank_main(args.job, args.rank)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and links are taken down
     reason = "" if args.again else why_not()
     if reason:

@@ -59,6 +59,10 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+STOPPED = 130
+"""What shells say of a program that Ctrl-C ended: 128 and the number of the signal."""
+
+
 @contextmanager
 def exit_codes(debug: bool = False) -> Iterator[None]:
     """Turn our own errors into one sentence on stderr and exit code 1 (2 for wrong usage)."""
@@ -69,6 +73,11 @@ def exit_codes(debug: bool = False) -> Iterator[None]:
             raise
         err.print(f"[bold red]error:[/] {_plain(str(error))}", soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+    except KeyboardInterrupt as error:
+        if debug:
+            raise
+        err.print("stopped")
+        raise typer.Exit(STOPPED) from error
     except BrokenPipeError:
         raise
     except (OSError, RecursionError, MemoryError) as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scaletrace.cli.common import document, exit_codes, in_range, out, print_json
+from scaletrace.cli.common import document, err, exit_codes, in_range, out, print_json
 from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scaletrace.extrapolate.layout import Layout
     from scaletrace.extrapolate.memory import Memory, StateBytes
     from scaletrace.extrapolate.rewrite.state import State
-    from scaletrace.extrapolate.search import Found, Space
+    from scaletrace.extrapolate.search import Advance, Found, Space
     from scaletrace.extrapolate.workload import Workload
     from scaletrace.parse.build import Built
 
@@ -59,6 +59,7 @@ def search(
         from scaletrace.cli.extrapolate import read_prices
         from scaletrace.extrapolate.confirm import DESCRIBED, ranked
         from scaletrace.extrapolate.search import Space
+        from scaletrace.view.progress import progress
 
         in_range("--gpus", gpus, 1, 1_000_000)
         in_range("--best", best, 1, 1000)
@@ -75,8 +76,10 @@ def search(
             memory * 1e9 or 0.95 * job.machine.device.memory_bytes,
             micro_batches=job.micro_batches,
         )
-        found, state, own = _found(job, space, best, confirm)
-        ranking = ranked(found, state, confirm, own, DESCRIBED if job.built is None else None)
+        with progress(f"searching layouts of {gpus:,} GPUs", err) as advance:
+            found, state, own = _found(job, space, best, confirm, advance)
+            advance(0, 0, "replaying the best")
+            ranking = ranked(found, state, confirm, own, DESCRIBED if job.built is None else None, advance)
         answer = _answer(path, job, space, found.to_json_parts() | ranking.to_json_parts(), bool(batch), prices)
         if json_:
             print_json(answer)
@@ -86,7 +89,9 @@ def search(
             show(answer)
 
 
-def _found(job: _Job, space: Space, best: int, confirm: int | None) -> tuple[Found, State | None, Layout | None]:
+def _found(
+    job: _Job, space: Space, best: int, confirm: int | None, advance: Advance
+) -> tuple[Found, State | None, Layout | None]:
     """(what the search found, the capture's graph where it is to be rewritten, the measured layout at this size)."""
     from scaletrace.errors import ScaletraceError
     from scaletrace.extrapolate.confirm import layout_at, opened
@@ -112,6 +117,7 @@ def _found(job: _Job, space: Space, best: int, confirm: int | None) -> tuple[Fou
         states=job.states,
         memory=job.memory,
         also=own,
+        advance=advance,
     )
     return found, state, own
 

@@ -17,9 +17,9 @@ from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.estimate import Estimate, Network
 from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layout import Layout
-from scaletrace.extrapolate.relayout import relayout
+from scaletrace.extrapolate.relayout import nodes_under, relayout
 from scaletrace.extrapolate.rewrite.state import State, open_state
-from scaletrace.extrapolate.search import Found, estimate_json, reasons
+from scaletrace.extrapolate.search import Advance, Found, estimate_json, reasons, silent
 from scaletrace.parse.build import Built
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_time_s
@@ -29,6 +29,8 @@ SAME = 0.005
 SMALL_GRAPH = 200_000
 """Nodes up to which rewriting and replaying takes less than half a second a layout."""
 FEW, MORE = 3, 5
+MOST_NODES = 1_000_000
+"""Nodes of a rewritten graph that take some seconds to make and replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,11 @@ def confirmed(state: State, row: Row) -> Row:
             raise UsageError("optimizer states that are sharded alone (zero) are costed, not rewritten")
         if target.recompute == "none" and state.layout.recompute not in ("none", "off") and not row.as_measured:
             target = replace(target, recompute="off")  # "none" would keep the measured checkpointing
+        nodes = nodes_under(state, target.over(state.layout))
+        if nodes > MOST_NODES and not row.as_measured:
+            raise UsageError(
+                f"its graph would have about {nodes:,.0f} nodes, and a search replays up to {MOST_NODES:,}"
+            )
         made = relayout(state, target)
         timeline = replay(made.graph)
         step_s = step_time_s(made.graph, timeline.start_ns, timeline.end_ns)
@@ -162,6 +169,7 @@ def ranked(
     most: int | None = None,
     own: Layout | None = None,
     prior: ErrorBand | None = None,
+    advance: Advance = silent,
 ) -> Ranking:
     """The found layouts in their final order.
 
@@ -169,6 +177,7 @@ def ranked(
     most   how many layouts to replay beside `own`; None: 5, of a graph over 200,000 nodes 3
     own    the measured layout at this size, replayed wherever it is listed
     prior  error of the estimates where nothing is replayed, None = not known
+    advance  is told (done, of how many) before each layout is replayed
     """
     rows = [Row(item, as_measured=item.layout == own) for item in (found.best, *(lost.estimate for lost in found.next))]
     if state is None:
@@ -178,6 +187,7 @@ def ranked(
     done = tried = 0
     for at, row in enumerate(rows):
         if (row.as_measured and most) or (done < most and tried < 2 * most):
+            advance(done, most)
             rows[at] = confirmed(state, row)
             tried += not row.as_measured
             done += rows[at].replayed_s is not None and not row.as_measured

@@ -30,6 +30,8 @@ VOCABULARIES = ("whole", "gathered", "loss")
 """What `vocab` takes: embedding and head whole on each tensor rank, or slices of them by vocabulary."""
 OPEN_SIZES = ("mbs", "microbatches", "seq", "layers", "hidden")
 """Sizes that a layout may leave as they were measured."""
+LARGEST = 999_999_999
+"""No degree, size or number of samples is larger; beyond it a number is a slip of the pen."""
 _ALIASES = {
     "micro_batch": "mbs",
     "m": "microbatches",
@@ -222,8 +224,12 @@ def _value(name: str, value: str, part: str) -> Any:
         return value
     if name == "sp" and value.lower() in ("0", "1", "true", "false", "yes", "no"):
         return value.lower() in ("1", "true", "yes")
-    if name == "sp" or not value.isascii() or not value.isdigit() or len(value) > 9:
-        raise UsageError(f"layout: {part!r} needs a whole number, as in {name}={'1' if name == 'sp' else '8'}")
+    if name == "sp":
+        raise UsageError(f"layout: {part!r} must be 0 or 1, as in sp=1")
+    if not (value.isascii() and value.isdigit()):
+        raise UsageError(f"layout: {part!r} needs a whole number written in digits alone, as in {name}=8")
+    if len(value.lstrip("0")) > len(str(LARGEST)):
+        raise UsageError(f"layout: {part!r} is too large; no degree or size is above {LARGEST:,}")
     return int(value)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.described.models import Model
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.rewrite import schedules
 from scaletrace.extrapolate.rewrite.schedules import Op, Program, build
 from scaletrace.parse.events import Events
 
@@ -140,8 +141,25 @@ def layer_activation_bytes(
 @lru_cache(maxsize=4096)
 def held_by_rank(schedule: str, ranks: int, micro_batches: int, chunks: int) -> tuple[tuple[int, ...], int]:
     """(`alive` of a schedule, the rank that holds the last stage: the first one where the stages go there and back)."""
-    program = build(schedule, ranks, micro_batches, chunks)
+    schedules.check(schedule, ranks, micro_batches, chunks)
+    if schedules.canonical(schedule) in _HOLD_ALL:
+        return (micro_batches * chunks,) * ranks, ranks - 1
+    program = build(schedule, ranks, _as_if(schedule, ranks, micro_batches, chunks), chunks)
     return alive(program), program.rank_of_stage[-1]
+
+
+_HOLD_ALL = ("GPipe", "LoopedBFS")
+"""Schedules that run every forward before the first backward."""
+
+
+def _as_if(schedule: str, ranks: int, micro_batches: int, chunks: int) -> int:
+    """A number of micro batches with which every rank holds as many at once: more than fill a pipeline change nothing.
+
+    Interleaved ones come in whole rounds of `ranks`, or of more, whose length depends on their number.
+    """
+    enough = ranks * (2 * chunks + 4)
+    in_rounds = schedules.canonical(schedule).startswith("Interleaved")
+    return enough if micro_batches > enough and (not in_rounds or micro_batches % ranks == 0) else micro_batches
 
 
 def _ends(layout: Layout, rank: int) -> tuple[bool, bool]:

@@ -95,6 +95,17 @@ def _step_s(timeline: Timeline) -> float:
     return float(np.median(step_times_ns(timeline.graph, timeline.start_ns, timeline.end_ns))) * 1e-9
 
 
+MOST_NODES = 20_000_000
+"""Nodes of a rewritten graph; each takes some 200 bytes, and a microsecond or more in every rewrite."""
+
+
+def nodes_under(state: State, target: Layout) -> float:
+    """About how many nodes the graph has under a layout: as many more as there are more micro batches and layers."""
+    passes = target.microbatches / max(1, state.layout.microbatches)
+    depth = target.layers / max(1, state.anatomy.layers) if target.layers else 1.0
+    return len(state.graph) * max(1.0, passes) * max(1.0, depth)
+
+
 def relayout(state: State, target: Layout) -> State:
     """The job under `target`; what the target leaves open (0, no schedule) stays as measured.
 
@@ -103,6 +114,12 @@ def relayout(state: State, target: Layout) -> State:
     target = target.over(state.layout)
     if target == state.layout:
         return state
+    nodes = nodes_under(state, target)
+    if nodes > MOST_NODES:
+        raise UsageError(
+            f"layout {target}: its graph would have about {nodes:,.0f} nodes, of which {MOST_NODES:,} can be made; ask "
+            "for fewer micro batches or layers"
+        )
     out = state
     if target.hidden != out.layout.hidden:
         out = resize_hidden(out, target.hidden)

@@ -156,6 +156,15 @@ def _pipelines(work: Workload, space: Space, base: Layout, m: int) -> Iterator[L
                 yield replace(base, microbatches=m, recompute=recompute, schedule=schedule, chunks=chunks)
 
 
+Advance = Callable[[int, int], None]
+"""Hears how many candidates of how many are done."""
+TOLD_EACH = 500
+
+
+def silent(done: int, total: int) -> None:
+    """Nobody listens."""
+
+
 def search(
     work: Workload,
     network: Network,
@@ -167,12 +176,14 @@ def search(
     states: StateBytes | None = None,
     memory: Callable[[Layout], Memory] | None = None,
     also: Layout | None = None,
+    advance: Advance = silent,
 ) -> Found:
     """The fastest layouts that fit. `exhaustive` costs every candidate, to check that pruning loses nothing.
 
     fit            what a measured step makes of the estimate (fit.fit_to)
     states         bytes of what training keeps; default: by the type of the compute
     memory         the peak of a layout; default: that of the model (memory.peak_memory) with `states`
+    advance        is told (done, of how many) now and then
     also           a layout to list at the end where it is not among the best: the measured one
     Raises UsageError where nothing fits, saying what was in the way.
     """
@@ -185,6 +196,8 @@ def search(
     evaluated = 0
     too_large: Estimate | None = None
     for at, (bound, layout) in enumerate(bounded):
+        if at % TOLD_EACH == 0:
+            advance(at, len(bounded))
         if not exhaustive and len(kept) == best and bound >= kept[-1].step_s:
             discarded["slower than the best by compute alone"] += len(bounded) - at
             break

@@ -37,3 +37,11 @@ def test_a_refusal_of_the_system_is_one_sentence(capsys: pytest.CaptureFixture[s
 
     assert 1 == stopped.value.exit_code
     assert "/nonexistent/file: No such file or directory" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_an_interrupt_ends_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C says that it was heard, without a traceback, and leaves the code that shells know."""
+    with pytest.raises(typer.Exit) as stopped, exit_codes():
+        raise KeyboardInterrupt
+
+    assert (130, "stopped\n") == (stopped.value.exit_code, capsys.readouterr().err)

@@ -27,10 +27,11 @@ def test_a_layout_prints_as_it_is_read() -> None:
     ("text", "sentence"),
     [
         ("fsdp=8,xp=2", "no axis 'xp' in 'xp=2'; known: dp, fsdp"),
-        ("fsdp", "'fsdp' needs a whole number, as in fsdp=8"),
+        ("fsdp", "'fsdp' needs a whole number written in digits alone, as in fsdp=8"),
         ("tp=2,tp=4", "tp is given twice"),
         ("tp=0", "at least 1: tp=0"),
         ("tp=-2", "'tp=-2' needs a whole number"),
+        ("mbs=1e11", "'mbs=1e11' needs a whole number written in digits alone, as in mbs=8"),
         ("tp=two", "'tp=two' needs a whole number"),
         ("tp=٢", "needs a whole number"),
         ("fsdp=6,ep=4", "must divide the data ranks dp × fsdp × cp = 1 × 6 × 1 = 6"),
@@ -38,10 +39,10 @@ def test_a_layout_prints_as_it_is_read() -> None:
         ("pp=4,microbatches=6,chunks=2,schedule=gpipe", "one chunk a rank"),
         ("chunks=2", "needs a pipeline"),
         ("sp=1", "tp is 1"),
-        ("sp=maybe,tp=2", "'sp=maybe,?' needs a whole number, as in sp=1"),
+        ("sp=maybe,tp=2", "'sp=maybe,?' must be 0 or 1, as in sp=1"),
         ("recompute=some", "one of none, selective, full"),
         ("zero=4", "zero=4 must be"),
-        ("tp=9999999999", "needs a whole number"),
+        ("tp=9999999999", "is too large; no degree or size is above 999,999,999"),
     ],
 )
 def test_nonsense_is_refused_by_name(text: str, sentence: str) -> None:

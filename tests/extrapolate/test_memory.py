@@ -14,6 +14,7 @@ from scaletrace.extrapolate.memory import (
     FRAGMENTATION,
     StateBytes,
     alive,
+    held_by_rank,
     layer_activation_bytes,
     measured_peak_bytes,
     peak_memory,
@@ -51,6 +52,25 @@ def test_schedules_hold_as_many_micro_batches_as_their_order_says() -> None:
     assert alive(build("1F1B", 4, 8)) == (4, 3, 2, 1)
     assert alive(build("Interleaved1F1B", 4, 8, 2)) == (11, 9, 7, 5)
     assert alive(build("ZBVZeroBubble", 4, 8, 2)) == (8, 8, 8, 8)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [
+    ("GPipe", 1), ("1F1B", 1), ("LoopedBFS", 2), ("Interleaved1F1B", 2), ("Interleaved1F1B", 5), ("InterleavedZeroBubble", 2),
+    ("InterleavedZeroBubble", 4), ("ZBVZeroBubble", 2), ("DualPipeV", 2),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_what_is_held_is_told_without_all_micro_batches(schedule: str, chunks: int, ranks: int) -> None:
+    """However many there are, the ranks hold what the whole order of actions says."""
+    counts = [ranks * k for k in (1, 2, 3, 5, 9, 16, 24)] + [ranks + 1, 10 * ranks + 1]
+    seen = 0
+    for count in counts:
+        try:
+            program = build(schedule, ranks, count, chunks)
+        except UsageError:
+            continue
+        seen += 1
+        assert (alive(program), program.rank_of_stage[-1]) == held_by_rank(schedule, ranks, count, chunks)
+    assert seen >= 5
 
 
 def test_states_are_spread_over_the_axes_that_shard_them() -> None:

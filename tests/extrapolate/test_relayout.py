@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.extrapolate.estimate import Network
+from scaletrace.extrapolate.confirm import MOST_NODES, Row, confirmed
+from scaletrace.extrapolate.estimate import Estimate, Network, Terms
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.batch import resize_micro_batch, without_early_reductions
@@ -169,3 +170,26 @@ def test_heads_divide_whatever_the_micro_batch(samples: Path, micro_batch: int) 
     assert [2, 3, 6] == cut
     with pytest.raises(UsageError, match="tp=4 does not divide 6 heads of attention"):
         relayout(state, Layout.parse(f"dp=4,tp=4,mbs={micro_batch}"))
+
+
+@pytest.mark.parametrize("layout", ["dp=4,microbatches=100000", "dp=4,layers=1000000"])
+def test_a_graph_that_could_not_be_held_is_refused(samples: Path, layout: str) -> None:
+    """Before anything is made, with the number of nodes and what to ask for."""
+    built = build(load(samples / "ddp_straggler_w4"))
+    state = open_state(built, Layout(dp=4), Network(Cluster.load("gloo_10g")))
+    nodes = len(state.graph) * int(layout.rpartition("=")[2])
+
+    with pytest.raises(UsageError, match=f"about {nodes:,} nodes, of which 20,000,000 can be made; ask for fewer"):
+        relayout(state, Layout.parse(layout))
+
+
+def test_a_search_replays_no_graph_that_takes_minutes(samples: Path) -> None:
+    """A layout whose graph would be large keeps its estimate, and the reason stands beside it."""
+    built = build(load(samples / "ddp_straggler_w4"))
+    state = open_state(built, Layout(dp=4), Network(Cluster.load("gloo_10g")))
+    terms = Terms(*[1.0] * len(fields(Terms)))
+    layout = replace(state.layout, microbatches=2 * MOST_NODES // len(state.graph))
+    row = confirmed(state, Row(Estimate(layout, terms, 1)))
+
+    assert row.replayed_s is None
+    assert (row.why_not or "").endswith("and a search replays up to 1,000,000")

@@ -1,5 +1,6 @@
 """Search: what is a candidate, that pruning loses nothing, and what the estimates are made of."""
 
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -45,6 +46,25 @@ def test_pruning_finds_what_brute_force_finds(model: Model, gpus: int) -> None:
     assert [lost.estimate for lost in everything.next] == [lost.estimate for lost in pruned.next]
     assert everything.candidates == pruned.candidates
     assert pruned.evaluated <= everything.evaluated
+
+
+def test_a_search_tells_how_far_it_is() -> None:
+    """The first candidate and every 500th are told of, with how many there are in all."""
+    heard: list[tuple[int, int]] = []
+    found = search(described(SMALL), Network(H100), Space(64, 256, 2048, 76e9), advance=lambda *at: heard.append(at))
+
+    assert [(at, found.candidates) for at in range(0, 500 * len(heard), 500)] == heard
+    assert len(heard) >= 2
+
+
+def test_more_micro_batches_take_no_longer_to_search() -> None:
+    """A hundred times the batch has orders of actions a hundred times as long, which no candidate has to write out."""
+    space = Space(8, 800_000, 2048, 76e9, micro_batches=(1,), chunks=(1, 2))
+    began = time.process_time()
+    found = search(described(SMALL), Network(H100), space)
+
+    assert 800_000 == found.best.samples
+    assert time.process_time() - began < 5
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 4, 16]),

@@ -72,10 +72,10 @@ Sides = dict[Action, _Side]
 
 
 def pipeline_group(loom: Loom, ranks: int, columns: int) -> int:
-    """Index of the pipeline's group of `ranks`; the measured one is replaced where there was one, -1 for one rank."""
+    """Index of the pipeline's group of `ranks`, -1 for one rank; the measured one keeps how far apart its ranks lie."""
     for index, group in enumerate(loom.groups):
         if group.axis == "pp":
-            loom.groups[index] = replace(group, size=ranks, stride=columns)
+            loom.groups[index] = replace(group, size=ranks, stride=group.stride if group.stride > 0 else columns)
             return index
     if ranks == 1:
         return -1

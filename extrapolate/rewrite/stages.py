@@ -72,9 +72,13 @@ def laid(
     health = Health()
     health.add(state.health)
     health.add(made.health)
+    # The graph may hold fewer columns than there are, so how far apart stages lie is the layout's to say.
+    stride = state.layout.span("pp").stride
+    known = len(state.graph.groups)
+    fresh = tuple(replace(group, stride=stride) for group in made.graph.groups[known:])
     return replace(
         state,
-        graph=made.graph,
+        graph=replace(made.graph, groups=made.graph.groups[:known] + fresh),
         anatomy=made.anatomy,
         work=state.work.moved(made.origin),
         columns=tuple(tuple(home * width + column for home in range(program.ranks)) for column in range(width)),

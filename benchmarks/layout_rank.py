@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.cluster.priority import urgent
+from benchmarks.cluster.priority import ahead
 
 WIDTH, LAYERS, EXPERTS, HEADS = 256, 8, 4, 4
 WARM_UP, STEPS, RECORDED = 4, 20, 5
@@ -78,8 +78,8 @@ def sweep(out: Path) -> None:
 
 
 def _settle() -> None:
-    """Keep to the core of this rank, in real time."""
-    urgent(network_first=False)
+    """Keep to the core of this rank, before whatever else runs there."""
+    ahead()
     os.sched_setaffinity(os.getpid(), {int(os.environ["CORE"])})
     dist.barrier()
 

@@ -6,8 +6,8 @@
     python -P benchmarks/layouts.py --again DIR predict anew from what an earlier run kept; runs nothing, needs no root
 
 A layer is two matrices with a delay between them that stands for a GPU kernel: it holds the rank for a time in
-proportion to its elements without using the CPU. A host is half a core: every two ranks are pinned to one, in real
-time, and a job of two ranks has a copy of itself beside it on the other core, so that the ranks of a job of four find
+proportion to its elements without using the CPU. A host is half a core: every two ranks are pinned to one, and
+a job of two ranks has a copy of itself beside it on the other core, so that the ranks of a job of four find
 the same host as those of a job of two. How long they waited for it is measured and shown. The network's costs come from
 all-reduces between two ranks on the same links, measured beforehand; no constant is fitted to a predicted run.
 """

@@ -96,11 +96,13 @@ def show(answer: dict[str, Any], drawn: Path | None) -> None:
     before, after = answer["before_ns"], answer["after_ns"]
     word = ("shorter" if after <= before else "longer") + (" at most" if answer["is_bound"] else "")
     share = abs(after - before) / before if before else 0.0
-    out.print(
-        Text(f"{_ms(before)} ms → {_ms(after)} ms: {_ms(abs(after - before))} ms ({share:.1%}) {word}", style="bold")
+    change = (
+        f"{_ms(abs(after - before))} ms ({share:.1%}) {word}" if after != before or answer["is_bound"] else "no change"
     )
+    out.print(Text(f"{_ms(before)} ms → {_ms(after)} ms: {change}", style="bold"))
     for rule in answer["rules"]:
-        out.print(Text(f"  {rule['rule']}: {rule['changed_nodes']:,} nodes changed"))
+        count = rule["changed_nodes"]
+        out.print(Text(f"  {rule['rule']}: {count:,} {'node' if count == 1 else 'nodes'} changed"))
     out.print(_steps(answer))
     out.print(_parts(answer))
     for note in answer["notes"]:

@@ -99,9 +99,11 @@ def _with_slowdown(before: Timeline, graph: Graph, dur: IntArray, fitted: Slowdo
 def apply_rules(
     graph: Graph, rules: Sequence[Rule], notes: list[str], removed: dict[str, Removal]
 ) -> tuple[Graph, IntArray, dict[str, int]]:
-    """The graph and durations after all rules in order, and how many nodes each touched."""
+    """The graph and durations after all rules in order, and how many nodes each changed: those that last longer or
+    shorter, the members of what was dropped, or what no longer waits for a transfer."""
     dur, changed = graph.dur_ns.copy(), {}
     for rule in rules:
+        was, count = dur, -1
         if rule.action is Action.IDEAL_OVERLAP:
             graph, count = _ideal_overlap(graph)
             notes.append(BOUND)
@@ -109,23 +111,20 @@ def apply_rules(
             graph, dur, count = _drop(graph, dur, rule)
         elif rule.action is Action.PEERS:
             mine = graph.rank == _known_rank(graph, rule)
-            paced = np.minimum(dur, peers_pace(graph))
-            count = int((mine & (paced < dur)).sum())
-            dur = np.where(mine, paced, dur)
+            dur = np.where(mine, np.minimum(dur, peers_pace(graph)), dur)
         elif rule.action is Action.DELAY and rule.time_ns < 0:
             ranks = _ranks(graph) if rule.rank is None else [_known_rank(graph, rule)]
-            dur, touched, removed[rule.text] = remove_delay(graph, dur, ranks, -rule.time_ns)
-            count = int(touched.sum())
+            dur, _, removed[rule.text] = remove_delay(graph, dur, ranks, -rule.time_ns)
             notes.append(removed[rule.text].describe(rule.text))
         elif rule.action is Action.DELAY:
-            dur, count = _delay(graph, dur, rule)
+            dur = _delay(graph, dur, rule)
         elif rule.action in (Action.BANDWIDTH, Action.LATENCY):
-            dur, count = _link(graph, dur, rule, notes)
+            dur = _link(graph, dur, rule, notes)
         else:
             chosen = select(graph, rule)
-            count = int(chosen.sum())
+            dur = dur.copy()
             dur[chosen] = _whole(np.maximum(dur[chosen] * rule.factor + rule.time_ns, 0), rule)
-        changed[rule.text] = count
+        changed[rule.text] = count if count >= 0 else int((dur != was).sum())
     return graph, dur, changed
 
 
@@ -186,7 +185,7 @@ def _known_rank(graph: Graph, rule: Rule) -> int:
     return rule.rank
 
 
-def _delay(graph: Graph, dur: IntArray, rule: Rule) -> tuple[IntArray, int]:
+def _delay(graph: Graph, dur: IntArray, rule: Rule) -> IntArray:
     """Lengthen the first host node of every step, of one rank or of all."""
     host = graph.nodes(NodeKind.HOST, NodeKind.LAUNCH)
     if rule.rank is not None:
@@ -196,7 +195,7 @@ def _delay(graph: Graph, dur: IntArray, rule: Rule) -> tuple[IntArray, int]:
     _, first = np.unique(np.stack((graph.rank[stepped], graph.step[stepped])), axis=1, return_index=True)
     out = dur.copy()
     out[stepped[first]] = _whole(out[stepped[first]].astype(np.float64) + rule.time_ns, rule)
-    return out, len(first)
+    return out
 
 
 def _drop(graph: Graph, dur: IntArray, rule: Rule) -> tuple[Graph, IntArray, int]:
@@ -233,7 +232,7 @@ def _ideal_overlap(graph: Graph) -> tuple[Graph, int]:
     return _without_edges(graph, blocked), int(blocked.sum())
 
 
-def _link(graph: Graph, dur: IntArray, rule: Rule, notes: list[str]) -> tuple[IntArray, int]:
+def _link(graph: Graph, dur: IntArray, rule: Rule, notes: list[str]) -> IntArray:
     """Change bandwidth or latency of the links of an axis or a tier: each transfer is latency plus what bytes take."""
     chosen = graph.nodes(NodeKind.TRANSFER) & _on_link(graph, rule)
     if rule.rank is not None:
@@ -250,7 +249,7 @@ def _link(graph: Graph, dur: IntArray, rule: Rule, notes: list[str]) -> tuple[In
         raise UsageError(f"rule {rule.text!r}: a bandwidth of zero never ends")
     else:
         changed = latency + _whole(np.where(chosen, (dur - latency) / rule.factor, 0.0), rule)
-    return np.where(chosen, changed, dur), int(chosen.sum())
+    return np.where(chosen, changed, dur)
 
 
 def _on_link(graph: Graph, rule: Rule) -> BoolArray:

@@ -137,3 +137,19 @@ def test_diff_table(capture: Path) -> None:
 
     assert (0, "0.077 ms → 0.077 ms a step: +0.000 ms (+0.0%)") == (found.exit_code, first)
     assert "guessed: 2 kernels without a class" == second
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("rank1.delay=-0ms", "rank1.delay=-0ms: 0 nodes changed"),
+        ("all=1", "all=1: 0 nodes changed"),
+        ("host=+0us", "host=+0us: 0 nodes changed"),
+    ],
+)
+def test_what_changes_nothing_says_so(samples: Path, rule: str, said: str) -> None:
+    """A time of zero and a factor of one touch no node, and the job is neither shorter nor longer."""
+    outcome = run(whatif, str(samples / "ddp_w2"), "--set", rule, "--no-trace")
+
+    assert 0 == outcome.exit_code
+    assert said in outcome.output and "no change" in outcome.output

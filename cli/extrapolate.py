@@ -23,6 +23,7 @@ SIZES = "8,16,32,64,128,256,512,1024"
 
 
 _CLUSTER = typer.Option(help="Cluster of the catalog, or a YAML file; default: what the trace looks like.")
+_RECORDED = typer.Option(help="Cluster that the trace was recorded on, where --cluster has another network.")
 _NOISE = typer.Option(help="Jitter and slow ranks, as residual=0.02,static=0.01,tail=pareto; default: measured.")
 _OVERLAP = typer.Option(help="How much slower compute runs beside a collective (0.2); default: measured.")
 _BUCKETS = typer.Option(help="DDP gradient buckets of this many MiB; default: measured.")
@@ -40,6 +41,7 @@ def extrapolate(
     path: Annotated[str, typer.Argument(help="Capture: a folder, a file, a glob or a URL.")],
     gpus: Annotated[str, typer.Option(help="Sizes to predict, as 16,64,256.")] = SIZES,
     cluster: Annotated[str, _CLUSTER] = "",
+    recorded_on: Annotated[str, _RECORDED] = "",
     layout: Annotated[str, typer.Option(help="Layout to use at every size, as fsdp=8 (dp fills up).")] = "",
     strong: Annotated[bool, typer.Option("--strong/--weak", help="Keep the global batch / the work of a GPU.")] = False,
     noise: Annotated[str, _NOISE] = "",
@@ -79,6 +81,7 @@ def extrapolate(
         built = build(read_job(path))
         options: dict[str, Any] = {
             "cluster": Cluster.load(cluster) if cluster else None,
+            "recorded": Cluster.load(recorded_on) if recorded_on else None,
             "sizes": sizes,
             "layout": Layout.parse(layout) if layout else None,
             "weak": not strong,

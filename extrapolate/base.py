@@ -25,6 +25,7 @@ from scaletrace.extrapolate.layout import Layout, degrees, measured_layout
 from scaletrace.extrapolate.noise import measure_noise
 from scaletrace.extrapolate.origin import CPU, DEVICE_ERROR, Origin, on_network, origin_of
 from scaletrace.extrapolate.overlap import Slowdown
+from scaletrace.extrapolate.recorded import FASTER, beyond_line_rate, carried, faster, same_network
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.buckets import rebucket
 from scaletrace.extrapolate.rewrite.data import Shape
@@ -161,6 +162,7 @@ class _Measured:
     moves_compute: bool
     health: Health
     certainty: float
+    carried: bool = False
     growth: tuple[float, float] = (1.0, 1.0)
 
 
@@ -195,6 +197,7 @@ def prepare(
     asked: Layout | None = None,
     bucket_bytes: int | None = None,
     strong: bool = False,
+    recorded: Cluster | None = None,
 ) -> Base:
     """Everything that all points of a curve share; see curve.extrapolate for the options.
 
@@ -212,18 +215,25 @@ def prepare(
         health.note(origin.said(cluster))
     health.add(built.job.health)
     health.add(built.health)
+    named = cluster is not None
     if cluster is None:
-        cluster = origin.cluster
-        health.note(f"Cluster {cluster.name} is a guess from the trace; name another with --cluster.")
+        cluster = recorded or origin.cluster
+        if recorded is None:
+            health.note(f"Cluster {cluster.name} is a guess from the trace; name another with --cluster.")
     moves = origin.network_moves(cluster)
-    here = origin.cluster if moves else cluster
+    here = recorded or (origin.cluster if moves else cluster)
     ranks = max(built.job.world_size, len(real_ranks(built.graph)))
     graph = cautions.unnamed(built.job, with_groups(built.graph, ranks, health), health)
     graph = replace(graph, instance=instance_of_hubs(graph))
     timeline, alone = _replayed(graph, here)
     alone = _beside_nothing(graph, timeline, alone, slowdown)
     more = list(more_evidence)
-    found = [*evidence(graph, alone), *([] if moves else more)]
+    found = evidence(graph, alone)
+    if recorded is None and named and not moves and here.backend == "gloo":
+        here = _as_fast(found, here, health)
+    differs = not moves and not same_network(here, cluster)
+    moves = moves or differs
+    found += [] if moves else more
     calibration = calibrate(found, here)
     graph = with_sizes(graph, alone, here, health)
     layout = measured_layout(graph, ranks)
@@ -232,13 +242,20 @@ def prepare(
     footprint = footprint_of(built, graph, anatomy, layout, health)
     if moves:
         spent = np.where(graph.kind == NodeKind.TRANSFER, alone, graph.dur_ns)
-        graph = replace(graph, dur_ns=on_network(graph, spent, here, calibration, cluster))
-        calibration = calibrate(more, cluster)
+        kept = carried(calibration, here, cluster) if differs and here.backend == cluster.backend else Calibration()
+        graph = replace(graph, dur_ns=on_network(graph, spent, here, calibration, cluster, kept if kept.fits else None))
+        own = calibrate(more, cluster)
+        calibration = Calibration({**kept.fits, **own.fits}, {**kept.algorithms, **own.algorithms})
+        if differs:
+            health.note(
+                f"CARRIED: recorded on {here.name}, predicted for {cluster.name}: transfers follow the ratio of the models "
+                "of the two networks, so even the measured size is modelled."
+            )
     cautions.costs(found if not moves else more, cluster, health)
     measured = _Measured(
         built.job, Asked(asked, bucket_bytes, noise, slowdown, units, strong), cluster, calibration, origin,
         _fit(built, ranks), footprint, more if moves else found, ranks, layout,
-        origin.compute_moves(cluster), health, certainty,
+        origin.compute_moves(cluster), health, certainty, moves,
     )  # fmt: skip
     if asked is not None:
         _check_sharding(graph, asked, layout)
@@ -353,6 +370,18 @@ def _beside_nothing(graph: Graph, timeline: Timeline, dur_ns: IntArray, given: f
     return overlap.apply(dur_ns, np.full_like(share, found), share, np.zeros_like(share))
 
 
+def _as_fast(found: Sequence[Evidence], cluster: Cluster, health: Health) -> Cluster:
+    """The cluster, or one with links as fast as the trace's transfers ran, where its own can't have carried them."""
+    times = beyond_line_rate(found, cluster)
+    if times < FASTER:
+        return cluster
+    health.note(
+        f"Transfers of the trace ran at {times:.3g} times the line rate of {cluster.name}, so it was not recorded there; "
+        "it is taken for a network of that rate. Name it with --recorded-on."
+    )
+    return faster(cluster, times)
+
+
 def _slowdown(measured: Slowdown, given: float | None) -> Slowdown:
     """The slowdown that the user gives for kernels, if any; without any, transfers are not slowed either."""
     if given is None:
@@ -424,7 +453,7 @@ def _rebuilt(measured: _Measured, layout: Layout, error: float) -> str:
         return "device"
     if error or not _same_degrees(layout, measured.measured_layout):
         return "layout"
-    if measured.origin.network_moves(measured.cluster):
+    if measured.carried:
         return "network"
     return "bucket size" if measured.asked.bucket_bytes is not None else ""
 

@@ -37,7 +37,9 @@ def costs(found: Sequence[Evidence], cluster: Cluster, health: Health) -> None:
             "the prior says, the rest keeps its measured time."
         )
     elif cluster.tiers[0].link is Link.TCP:
-        health.note("Transfers are as measured between these ranks; on another network than theirs, give --cluster.")
+        health.note(
+            "Transfers are as measured between these ranks; for another network than theirs, give --cluster, and theirs as --recorded-on."
+        )
     if cluster.backend == "nccl" and found:
         largest = max(item.ranks for item in found)
         if largest <= cluster.node_size:

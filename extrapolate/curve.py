@@ -156,6 +156,7 @@ def extrapolate(
     flop_per_step_per_gpu: float | None = None,
     prices: Prices | None = None,
     knee_share: float = KNEE_SHARE,
+    recorded: Cluster | None = None,
 ) -> ScalingCurve:
     """Stretch a measured job to `sizes` ranks of a cluster (default: the one that the trace looks like).
 
@@ -168,6 +169,7 @@ def extrapolate(
     units             parameter shapes of each FSDP unit, for exact padding; default: as the scatters' shapes tell
     bucket_bytes      gradient buckets of DDP of at most this size, instead of the measured ones
     prices            money per GPU-hour by device, for what a million tokens cost
+    recorded          the cluster that the trace was recorded on, where its network is another one (default: `cluster`)
     Raises UsageError for sizes or layouts that don't fit, InputError where the trace holds nothing to build on.
     """
     if not sizes or any(size < 1 for size in sizes):
@@ -182,6 +184,7 @@ def extrapolate(
         asked=layout,
         bucket_bytes=bucket_bytes,
         strong=not weak,
+        recorded=recorded,
     )
     if prices is not None:
         prices.hour(base.cluster.device.name)

@@ -139,23 +139,33 @@ def _with_version(cluster: Cluster, job: Job) -> Cluster:
     return cluster
 
 
-def on_network(graph: Graph, dur_ns: IntArray, here: Cluster, fitted: Calibration, there: Cluster) -> IntArray:
+def on_network(
+    graph: Graph, dur_ns: IntArray, here: Cluster, fitted: Calibration, there: Cluster, kept: Calibration | None = None
+) -> IntArray:
     """Durations with every transfer carried from one network to another by the ratio of their models; int64[n].
 
     fitted  what the trace's transfers say of the network `here`; a collective without a model keeps its time
+    kept    what of that holds `there` (recorded.carried)
     """
-    factor = np.array([_ratio(item, graph, here, fitted, there) for item in graph.collectives] + [1.0])
+    factor = np.array([_ratio(item, graph, here, fitted, there, kept) for item in graph.collectives] + [1.0])
     nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0))
     out = dur_ns.copy()
     out[nodes] = np.round(dur_ns[nodes] * factor[graph.instance[nodes]]).astype(np.int64)
     return out
 
 
-def _ratio(item: GraphCollective, graph: Graph, here: Cluster, fitted: Calibration, there: Cluster) -> float:
+def _ratio(
+    item: GraphCollective,
+    graph: Graph,
+    here: Cluster,
+    fitted: Calibration,
+    there: Cluster,
+    kept: Calibration | None,
+) -> float:
     if item.group < 0 or item.kind not in FAMILY:
         return 1.0
     group = graph.groups[item.group]
     size, stride = max(1, whole_bytes(item, group.size)), max(1, group.stride)
     before = collective_seconds(item.kind, size, group.size, here, stride=stride, calibration=fitted).seconds
-    after = collective_seconds(item.kind, size, group.size, there, stride=stride).seconds
+    after = collective_seconds(item.kind, size, group.size, there, stride=stride, calibration=kept).seconds
     return after / before if before > 0 else 1.0

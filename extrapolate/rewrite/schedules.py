@@ -324,25 +324,39 @@ def with_messages(program: Program) -> tuple[tuple[Action, ...], ...]:
     A receive is posted when its sender has run, as PyTorch's runtime lays them out. Raises UsageError where a
     program waits for itself.
     """
-    left = [deque(row) for row in program.actions]
+    left = [deque(_together(program, rank)) for rank in range(program.ranks)]
     out: list[list[Action]] = [[] for _ in left]
     ready: set[Action] = set()
     while any(left):
         before = sum(map(len, left))
         for rank, row in enumerate(left):
-            if not row or not all(need in ready for need in program.needs(row[0])):
+            if not row or not all(need in ready for action in row[0] for need in program.needs(action)):
                 continue
-            action = row.popleft()
-            out[rank].append(action)
-            ready.add(action)
-            message = message_of(program, action)
-            if message:
+            actions = row.popleft()
+            out[rank] += actions
+            ready.update(actions)
+            for message in filter(None, (message_of(program, action) for action in actions)):
                 send, receive, peer = message
                 out[rank].append(send)
                 out[peer].append(receive)
         if sum(map(len, left)) == before:
-            raise UsageError(f"{program.schedule}: waits for itself at {next(str(r[0]) for r in left if r)}")
+            raise UsageError(f"{program.schedule}: waits for itself at {next(str(r[0][0]) for r in left if r)}")
     return tuple(tuple(row) for row in out)
+
+
+def _together(program: Program, rank: int) -> Iterator[tuple[Action, ...]]:
+    """A rank's actions, in pairs where PyTorch overlaps a forward with the backward behind it: what both have for others
+    is sent behind the backward. DualPipeV does so, but for the first pair of its last rank."""
+    row = program.actions[rank]
+    alone = program.schedule != "DualPipeV"
+    spared = rank == program.ranks - 1
+    at = 0
+    while at < len(row):
+        pair = not alone and row[at].op is F and at + 1 < len(row) and row[at + 1].op is B
+        if pair and spared:
+            pair = spared = False
+        yield row[at : at + 1 + pair]
+        at += 1 + pair
 
 
 def message_of(program: Program, action: Action) -> tuple[Action, Action, int] | None:
@@ -377,7 +391,8 @@ def message_delays(schedule: str, ranks: int, chunks: int, micro_batches: int) -
 
     Exact for short messages over kernels that move both ways at once, and at least 2 · ranks micro batches. GPipe and
     LoopedBFS ask for each message only when they need it, so none hides; 1F1B exchanges twice for each micro batch and
-    waits both times, once where a rank has one neighbour; the others pay the fill and drain.
+    waits both times, once where a rank has one neighbour; what DualPipeV overlaps sends only when both parts are done;
+    the others pay the fill and drain.
     """
     name = canonical(schedule)
     if ranks == 1:
@@ -392,5 +407,5 @@ def message_delays(schedule: str, ranks: int, chunks: int, micro_batches: int) -
     if name == "ZBVZeroBubble":
         return 5.0 * ranks - 7
     if name == "DualPipeV":
-        return 4.0 * (ranks - 1)
+        return 6 * ranks - 7 + max(0, micro_batches - 2 * ranks) * (2 * ranks - 3) // (ranks - 1)
     return 2.0 * (ranks * chunks - 1)

@@ -13,7 +13,7 @@ CASES = [
     *((name, p, m, 1) for name in ("GPipe", "1F1B") for p, m in ((2, 1), (2, 4), (4, 2), (4, 4), (4, 9), (8, 16))),
     *((name, p, m, 2) for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
       for p, m in ((2, 2), (2, 4), (4, 8))),
-    ("Interleaved1F1B", 4, 8, 3),
+    ("Interleaved1F1B", 4, 8, 3), ("DualPipeV", 2, 4, 2), ("DualPipeV", 4, 8, 2), ("DualPipeV", 4, 13, 2),
 ]  # fmt: skip
 Log = list[tuple[str, tuple[str, ...]]]
 

@@ -95,11 +95,9 @@ def test_messages_are_posted_in_the_order_of_pytorch(name: str, p: int, m: int, 
 
     program = build(name, p, m, v)
     theirs = {rank: [a for a in row if a is not None] for rank, row in pytorch_order(name, p, m, v).items()}
-    if name == "DualPipeV":
-        pytest.skip("an overlapped pair sends after both parts there, and after each part here")
     expected = _add_send_recv(theirs, lambda s: program.rank_of_stage[s], p * v)
 
-    assert {rank: [str(a) for a in row] for rank, row in expected.items()} == {
+    assert {rank: flat(row) for rank, row in expected.items()} == {
         rank: [str(a) for a in row] for rank, row in enumerate(with_messages(program))
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scaletrace.cli.common import document, err, exit_codes, out, print_json
+from scaletrace.cli.common import document, err, exit_codes, in_range, out, print_json
 from scaletrace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ def query(
     as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values on stdout.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     limit: Annotated[int, typer.Option(help="Rows of the table on the terminal; CSV and JSON have all.", min=1)] = 100,
+    timeout: Annotated[float, typer.Option(help="Seconds that the question may take; 0: as long as it wants.")] = 0.0,
     binary: Annotated[Path | None, typer.Option(help="A trace_processor_shell to use instead.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No remarks on stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
@@ -48,8 +48,8 @@ def query(
         from scaletrace.view import sql as engine
 
         question = _question(sql, ask)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the engine runs outside Python, and a query may never end
-        answer = engine.query(file, question, binary)
+        in_range("--timeout", timeout, 0, 1e7)
+        answer = engine.query(file, question, binary, timeout or None)
         if as_json:
             rows = [[_plain(cell) for cell in row] for row in answer.rows]
             print_json(

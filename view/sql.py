@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,6 +78,8 @@ class Processor(Protocol):
 
     def query(self, sql: str) -> tuple[list[str], list[tuple[Cell, ...]]]: ...
 
+    def stop(self) -> None: ...
+
 
 class _Native:
     """The `perfetto` package with a trace_processor_shell binary that is already on this machine."""
@@ -96,6 +99,10 @@ class _Native:
         columns = list(result.column_names)
         frame = result.as_pandas_dataframe()  # unlike the rows as objects, it keeps columns of the same name apart
         return columns, list(frame.itertuples(index=False, name=None))
+
+    def stop(self) -> None:
+        """End the binary, and a query with it."""
+        self._processor.close()
 
 
 def native_binary() -> Path | None:
@@ -133,6 +140,24 @@ def _prepared(processor: Processor) -> Processor:
     return processor
 
 
-def query(path: str | Path, sql: str, binary: str | Path | None = None) -> Answer:
-    """Ask one question of a trace file. Raises UsageError with Perfetto's words for SQL that it refuses."""
-    return Answer(*open_trace(path, binary).query(sql))
+def query(path: str | Path, sql: str, binary: str | Path | None = None, limit_s: float | None = None) -> Answer:
+    """Ask one question of a trace file. Raises UsageError with Perfetto's words for SQL that it refuses.
+
+    limit_s: longest time that the question may take once the file is read; None: any. It runs in a thread of its own,
+    so that an interrupt ends it too.
+    """
+    processor = open_trace(path, binary)
+    pool = ThreadPoolExecutor(1)
+    asked = pool.submit(processor.query, sql)
+    try:
+        return Answer(*asked.result(limit_s))
+    except KeyboardInterrupt:
+        processor.stop()
+        raise
+    except TimeoutError as error:
+        processor.stop()
+        raise UsageError(
+            f"SQL: no answer after {limit_s:g} s; ask for less, or see whether a recursion ends (WITH RECURSIVE … LIMIT)"
+        ) from error
+    finally:
+        pool.shutdown(wait=False)

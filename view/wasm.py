@@ -40,7 +40,9 @@ class WasmProcessor:
         if wasmtime is None:
             raise MissingExtraError("SQL needs wasmtime: pip install 'scaletrace[view]'")
         engine = wasmtime.Engine(_config())
+        self._engine = engine
         self._store = wasmtime.Store(engine)
+        self._store.set_epoch_deadline(1)  # which comes with the first `stop`
         module = wasmtime.Module.from_file(engine, str(module_file))
         self._stderr = bytearray()
         self._answers: list[bytes] = []
@@ -81,6 +83,10 @@ class WasmProcessor:
                     cells.extend(_batch(value))
         width = len(columns)
         return columns, [tuple(cells[at : at + width]) for at in range(0, len(cells), width)] if width else []
+
+    def stop(self) -> None:
+        """End a query that another thread runs, at once; what was loaded can't be used afterwards."""
+        self._engine.increment_epoch()
 
     def _request(self, kind: int, extra: bytes) -> list[dict[int, Any]]:
         message = wire.block(1, wire.number(1, self._messages) + wire.number(2, kind) + extra)
@@ -147,6 +153,7 @@ class WasmProcessor:
 def _config() -> Any:
     """Compiling takes 5 s; wasmtime's own cache (in the user's cache folder) makes it 0.2 s where it can be used."""
     config = wasmtime.Config()
+    config.epoch_interruption = True
     with contextlib.suppress(wasmtime.WasmtimeError):
         config.cache = True
     return config

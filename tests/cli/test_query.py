@@ -110,3 +110,12 @@ def test_rows_beyond_the_limit_are_counted(trace: str) -> None:
     result = RUNNER.invoke(app, [trace, "SELECT 1 AS a UNION ALL SELECT 2", "--limit", "1"])
 
     assert "1 of 2 rows shown" in result.stderr
+
+
+def test_an_endless_question_ends_at_its_limit(trace: str) -> None:
+    """A recursion without end is stopped after --timeout seconds, which is wrong usage and says what to look at."""
+    endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT COUNT(*) FROM c"
+    outcome = RUNNER.invoke(app, [trace, endless, "--timeout", "0.5"])
+
+    assert 2 == outcome.exit_code
+    assert "SQL: no answer after 0.5 s" in " ".join(outcome.output.split())

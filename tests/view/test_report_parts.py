@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from scaletrace.view.report import curve, page
+from scaletrace.view.report.curve import beside
 from scaletrace.view.report.recorded import layers
 from tests.view.answers import curve_answer
 
@@ -40,3 +43,19 @@ def test_long_inputs_wrap_in_the_table_of_origins() -> None:
     style = (Path(page.__file__).parent / "style.css").read_text(encoding="utf-8")
 
     assert "#origins td:not(.n) { white-space: normal; overflow-wrap: anywhere;" in style
+
+
+@pytest.mark.parametrize(
+    ("at", "others", "side"),
+    [
+        (228.0, [235.0], "end"),  # words behind the knee would cross the line of the other mark
+        (235.0, [228.0], "start"),
+        (300.0, [], "end"),
+        (200.0, [], "start"),
+        (100.0, [110.0], "start"),  # before it there is no room
+        (470.0, [460.0], "end"),
+    ],
+)
+def test_words_of_a_mark_cross_no_other_line(at: float, others: list[float], side: str) -> None:
+    """They stand where they stay in the plot and cross the fewest lines."""
+    assert side == beside(at, 100.0, others)

@@ -84,17 +84,27 @@ def _curve_point(point: Mapping[str, Any], x: svg.Scale, y: svg.Scale, css: str)
 
 
 def _marks(doc: Document, x: svg.Scale, y: svg.Scale) -> Html:
-    """Dashed lines at the knee and where communication dominates."""
-    parts: list[Html] = []
-    for row, (key, words) in enumerate((("knee_gpus", "knee"), ("comm_dominates_gpus", "communication dominates"))):
-        size = num(doc.get(key))
-        if size is None or not x.low <= size <= x.high:
-            continue
-        at = x(size)
-        anchor = "end" if at > svg.WIDTH / 2 else "start"
-        parts.append(svg.line([(at, y.start), (at, y.end)], "mark"))
-        parts.append(svg.text(at + (-5 if anchor == "end" else 5), y.end + 12 + 17 * row, words, anchor, "halo"))
-    return join(*parts)
+    """Dashed lines at the knee and where communication dominates; the words lie over the lines that they must cross."""
+    names = (("knee_gpus", "knee"), ("comm_dominates_gpus", "communication dominates"))
+    marks = [(x(size), words) for key, words in names if (size := num(doc.get(key))) and x.low <= size <= x.high]
+    lines = [svg.line([(at, y.start), (at, y.end)], "mark") for at, _ in marks]
+    texts: list[Html] = []
+    for row, (at, words) in enumerate(marks):
+        anchor = beside(at, svg.text_width(words), [other for other, _ in marks if other != at])
+        texts.append(svg.text(at + (-5 if anchor == "end" else 5), y.end + 12 + 17 * row, words, anchor, "halo"))
+    return join(*lines, *texts)
+
+
+def beside(at: float, width: float, others: Sequence[float]) -> str:
+    """The side of a line at `at` on which words of a width cross the fewest other lines and stay in the plot: "start"
+    behind it, "end" before it."""
+
+    def cost(anchor: str) -> tuple[int, bool]:
+        low, high = (at - width - 5, at) if anchor == "end" else (at, at + width + 5)
+        outside = low < svg.LEFT or high > svg.WIDTH
+        return 10 * outside + sum(low <= other <= high for other in others), (anchor == "end") != (at > svg.WIDTH / 2)
+
+    return min(("start", "end"), key=cost)
 
 
 def _points_table(points: Sequence[Mapping[str, Any]]) -> Table:

@@ -88,6 +88,11 @@ def text(x: float, y: float, words: object, anchor: str = "start", css: str | No
     return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=css)
 
 
+def text_width(words: str) -> float:
+    """About as wide as words are at most, in the letters of a phone, which are larger."""
+    return 9.4 * len(words)
+
+
 def rect(x: float, y: float, width: float, height: float, css: str, about: str) -> Html:
     shape = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(width, 0):.1f}", "height": f"{height:.1f}"}
     return tag("rect", tag("title", about), class_=css, **shape)
@@ -126,7 +131,7 @@ def legend(entries: Sequence[tuple[int, str]], y: float, width: float = WIDTH) -
     parts: list[Html] = []
     x, row = 8.0, 0
     for colour, name in entries:
-        size = 32 + 9.4 * len(name)
+        size = 32 + text_width(name)
         if x + size > width and x > 8:
             x, row = 8.0, row + 1
         parts.append(

@@ -21,6 +21,7 @@ from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.nodework import NodeWork, Stretch, node_work, retime
 from scaletrace.extrapolate.recompute import how_much, like_forward, marked, with_recompute
+from scaletrace.extrapolate.rewrite.agreement import agreed
 from scaletrace.extrapolate.rewrite.messages import MessageTime, Streamed
 from scaletrace.extrapolate.routing import UNKNOWN, Routing, observed
 from scaletrace.extrapolate.workload import infer_model, measured_ceilings
@@ -84,7 +85,7 @@ def told(state: State, sentence: str = "", guess: str = "") -> State:
 def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceilings | None = None) -> State:
     """The state of a measured job; micro batch and length are read from its shapes where the layout leaves them open."""
     built, again = with_recompute(built)
-    anatomy = marked(dissect(built, layout), again)
+    anatomy = agreed(built.graph, marked(dissect(built, layout), again))
     work = like_forward(built.graph, anatomy, node_work(built, anatomy, layout.tp))
     if not (layout.mbs and layout.seq):
         try:

@@ -23,6 +23,7 @@ from scaletrace.parse.events import (
     Lane,
 )
 from scaletrace.parse.health import Health
+from scaletrace.parse.pairs import pair
 from scaletrace.parse.rawtable import COLUMNS, RawTable
 from scaletrace.parse.scan import MISSING
 from scaletrace.parse.scan_keys import KINDS, NAMES, REAL, TEXT
@@ -40,6 +41,11 @@ def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArr
     columns["ts"] = tidy.mark_unknown(columns["ts"], health)
     base_ns = tidy.base_for(columns["ts"], base_ns, health)
     is_window_end = _window_end(table, columns["ph"], columns["name"])
+    paired = pair(columns, MISSING, health)
+    if paired is not None:
+        for name in columns:
+            columns[name] = columns[name][paired[0]]
+        is_window_end = is_window_end[paired[0]]
     columns["dur"] = tidy.clip(columns["ph"], columns["ts"], columns["dur"], is_window_end, health)
     strings, recode = _strings(table, columns["name"], health)
     columns["name"] = recode[columns["name"]]
@@ -52,11 +58,13 @@ def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArr
     for name in columns:  # one at a time, so that only one column stands in memory twice
         columns[name] = columns[name][order]
     np.add(columns["ts"], base_ns, out=columns["ts"], where=columns["ts"] != TIME_UNKNOWN)
-    place = np.empty(len(order), np.int32)
-    place[order] = np.arange(len(order), dtype=np.int32)
+    place = _places(order, paired)
     args: dict[str, Arg] = {}
     for number, key in enumerate(NAMES):
         rows, values, unsigned = table.take_arg(number)
+        if paired is not None:
+            known = place[rows] >= 0
+            rows, values, unsigned = rows[known], values[known], unsigned[known]
         if len(rows):
             args[key] = _arg(key, place[rows], values, unsigned, recode)
     offsets: IntArray = columns.pop("offset")
@@ -69,6 +77,18 @@ def build(table: RawTable, base_ns: int, health: Health) -> tuple[Events, IntArr
         flows=_flows(flows, cat_recode, lane_recode, base_ns),
     )
     return events, offsets
+
+
+def _places(order: IntArray, paired: tuple[BoolArray, IntArray] | None) -> Int32Array:
+    """For each row as it was read its row in the table, where some were joined to others; -1: it has none."""
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    if paired is None:
+        return place
+    keep, heir = paired
+    kept = np.full(len(keep), MISSING, np.int32)
+    kept[keep] = place
+    return kept[heir]
 
 
 def _split(others: IntArray) -> tuple[IntArray, IntArray]:

@@ -24,8 +24,10 @@ Floats = npt.NDArray[np.float64]
 NOISE = 0.05
 HUBER = 1.5
 PRIOR_SD = np.array([0.7, 0.7, 0.3])
-GLOO_PRIOR_SD = np.array([0.7, 0.7, 2.0])
-"""gloo's rates depend on the host far more than NCCL's on the fabric, so their prior is only an order of magnitude."""
+GLOO_PRIOR_SD = np.array([1.0, 0.7, 2.0])
+"""gloo's rates depend on the host far more than NCCL's on the fabric, so their prior is only an order of magnitude, and
+so does what a call takes beside its hops. Groups of one or two sizes hardly tell that from the hops: then both are
+drawn to their priors, and the doubt about their shares widens the band of larger groups (Fit.doubt)."""
 ITERATIONS = 60
 LARGEST_HOST = 16
 """Accelerators of one host at most (DGX-2); the innermost domain of a larger one spans hosts, as in NVL72."""

@@ -30,6 +30,7 @@ class Fit:
     """Multipliers on the three parts of a cost, and the evidence behind them.
 
     local, remote, wire  multiply latency inside a node, latency across, and bytes over bandwidth; 1 = the prior
+                         (gloo: base of a call, hops, and bytes over bandwidth)
     residual             typical relative error of the fit on its own evidence
     sizes_bytes, ranks   (smallest, largest) seen; seen holds every (ranks, members a node, size) of the evidence
     parts_bytes          (smallest, largest) seen of bytes over ranks, which is what a ring moves in one step
@@ -53,16 +54,26 @@ class Fit:
     ends: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
     covariance: tuple[float, ...] = (0.0,) * 9
 
-    def doubt(self, part_bytes: float) -> float:
+    def doubt(self, part_bytes: float, more_steps: float = 1.0) -> float:
         """Relative error that follows from not knowing the multipliers better, at other bytes over ranks than were seen.
 
         With each halving below the evidence latency weighs twice as much, with each doubling above it the bandwidth. What
         the evidence says nothing of (latency, where all of it were large messages) stays as unsure as its prior.
+        more_steps  how often the steps of the evidence are made, where `local` is a base that is taken once (gloo)
         """
         smallest, largest = self.parts_bytes
         local, remote, wire = self.ends[1 if part_bytes > largest else 0]
         less, more = max(1.0, smallest / part_bytes), max(1.0, part_bytes / largest) if largest else 1.0
-        parts = (local * less, remote * less, wire * more)
+        parts = [(local * less, remote * less * steps, wire * more * steps) for steps in (1.0, more_steps)]
+        doubt = max(self._spread(each) for each in parts)
+        if self.ranks[0] < self.ranks[1]:
+            return doubt
+        # One size of group leaves open whether steps take longer than the prior's or the base does, for all steps alike.
+        steps = parts[1][1]
+        return math.hypot(doubt, steps * abs(1 - 1 / self.remote) * (1 - 1 / more_steps) / (sum(parts[1]) or 1.0))
+
+    def _spread(self, parts: tuple[float, float, float]) -> float:
+        """Relative error of a sum of the three parts, whose multipliers vary together."""
         variance = sum(a * b * self.covariance[3 * i + j] for i, a in enumerate(parts) for j, b in enumerate(parts))
         return math.sqrt(max(0.0, variance)) / (sum(parts) or 1.0)
 
@@ -249,7 +260,8 @@ def _origin(fit: Fit | None, size_bytes: float, placed: Placement, cluster: Clus
         PER_DOUBLING_PART * _doublings(size_bytes / ranks, fit.parts_bytes),
     )
     above = UNSEEN_TIER_ERROR * max(0, placed.top - fit.top)
-    error = math.hypot(error, distance, above, fit.doubt(size_bytes / ranks))
+    steps = max(1.0, (ranks - 1) / max(1, fit.ranks[1] - 1)) if cluster.backend == "gloo" else 1.0
+    error = math.hypot(error, distance, above, fit.doubt(size_bytes / ranks, steps))
     error = max(fit.residual, min(error, _prior_error(cluster)))
     if span > 0:
         return Provenance.EXTRAPOLATED_RANKS, error

@@ -21,8 +21,8 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 class Term:
     """One candidate: time = local_s + remote_s + wire_s, or the plateau where that is longer.
 
-    local_s   base latency and hops inside the innermost domain
-    remote_s  hops across the network
+    local_s   base latency and hops inside the innermost domain (gloo: base latency alone)
+    remote_s  hops across the network (gloo: all hops)
     wire_s    bytes over bandwidth
     last_s    what the last member to end takes beside that; 0 where all end together
     plateau   the least time in units of the two latencies: until bytes take longer than that, they hide

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scaletrace.errors import InputError
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.extrapolate.costs import NOT_TREE, Calibration, Provenance, collective_seconds
+from scaletrace.extrapolate.costs import NOT_TREE, Calibration, Cost, Provenance, collective_seconds
 
 H100 = Cluster.load("dgx_h100")
 ETHERNET = Cluster.load("gloo_1g")
@@ -99,6 +99,30 @@ def test_gloo_learns_the_rate_of_an_unknown_host() -> None:
     cost = collective_seconds("all_reduce", 1_000_000, 8, ETHERNET, calibration=calibrate(evidence, ETHERNET))
 
     assert pytest.approx(1.75 * 1_000_000 / 3e6, rel=0.03) == cost.seconds
+
+
+def _gloo_s(base_s: float, hop_s: float, size: int, ranks: int) -> float:
+    return base_s + 2 * (ranks - 1) * (hop_s + size / ranks / 1.25e8)
+
+
+def _small(base_s: float, hop_s: float, ranks: tuple[int, ...]) -> Cost:
+    """What calls over few ranks say of one over 64."""
+    found = [
+        Evidence("all_reduce", size, n, _gloo_s(base_s, hop_s, size, n)) for n in ranks for size in (64, 4096, 65536)
+    ]
+    return collective_seconds("all_reduce", 64, 64, ETHERNET, calibration=calibrate(found, ETHERNET))
+
+
+@pytest.mark.parametrize(("base_us", "hop_us"), [(0, 30), (50, 60), (200, 30), (200, 150), (1000, 60)])
+def test_two_sizes_of_group_tell_a_gloo_call_from_its_hops(base_us: int, hop_us: int) -> None:
+    """From 2 and 4 ranks: 64 within a fifth and in the band, which three sizes narrow and one leaves as wide as the prior."""
+    truth = _gloo_s(base_us * 1e-6, hop_us * 1e-6, 64, 64)
+    one, two, three = (_small(base_us * 1e-6, hop_us * 1e-6, ranks) for ranks in ((2,), (2, 4), (2, 4, 8)))
+
+    assert truth == pytest.approx(two.seconds, rel=0.2)
+    assert abs(truth / two.seconds - 1) <= 1.645 * two.rel_error
+    assert three.rel_error < two.rel_error < one.rel_error
+    assert one.rel_error <= 0.5
 
 
 def test_over_tcp_a_kind_without_evidence_learns_from_the_others() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
@@ -17,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from scaletrace.errors import InputError, UsageError
 from scaletrace.extrapolate.cluster import Cluster, Device, Link, Tier
 from scaletrace.extrapolate.interference import prior
+from scaletrace.parse.small import read_yaml
 
 
 def _no_truth(value: Any) -> Any:
@@ -204,40 +204,6 @@ def _in_words(error: ValidationError) -> str:
     return f"{place}: {reason}" + (f" (and {others} more)" if others else "")
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice, where YAML would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As PyYAML's, after looking at the keys as written."""
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        if len(keys) > len(set(keys)):
-            twice = Counter(keys).most_common(1)[0][0]
-            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: Path) -> Any:
-    """What a user's file holds; raises InputError naming it, and the line where that is known."""
-    try:
-        if path.exists() and not path.is_file():
-            raise InputError(f"{path}: not a regular file; {_EXAMPLES}")
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)
-        if len(data) > LARGEST_FILE:
-            raise InputError(f"{path}: larger than a cluster description can be ({LARGEST_FILE >> 20} MiB)")
-        return yaml.load(data.decode("utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise InputError(f"{path}: not a readable cluster description: {error.strerror}") from error
-    except RecursionError as error:
-        raise InputError(f"{path}: not a readable cluster description: nested too deeply") from error
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(f"{path}: not a readable cluster description: {line}{reason}") from error
-    except (UnicodeDecodeError, yaml.YAMLError, ValueError, OverflowError) as error:
-        raise InputError(f"{path}: not a readable cluster description: {str(error).splitlines()[0]}") from error
-
-
 def names(what: str) -> tuple[str, ...]:
     """Names in the catalog of "devices", "networks", "clusters" or "models"."""
     if what not in ("devices", "networks", "clusters", "models"):
@@ -287,7 +253,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     if known or not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or path.is_file()):
         where = f"clusters.yaml, {text}"
         return _check(ClusterSpec, _find("clusters", text), where).build(text, where)
-    return _check(ClusterSpec, _read_yaml(path), text).build(path.stem, text)
+    return _check(ClusterSpec, read_yaml(path, _EXAMPLES, LARGEST_FILE), text).build(path.stem, text)
 
 
 def _find(what: str, name: str) -> Any:

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import yaml
 
 from scaletrace.errors import InputError
 from scaletrace.parse.cats import COPY_CATS, DEVICE_CATS, KERNEL_CATS, SET_CATS
 from scaletrace.parse.events import ByteArray, Events
 from scaletrace.parse.health import Health
-from scaletrace.parse.small import read_small
+from scaletrace.parse.small import parse_yaml, read_small
 
 UNKNOWN = 0
 """Code of a name that no rule matches."""
@@ -69,11 +67,9 @@ def _shipped() -> list[tuple[str, list[str]]]:
 
 
 def _parse(text: str, source: str) -> list[tuple[str, list[str]]]:
-    shape = f"{source}: expected `rules:` with a list of `class: NAME` and `any: [PATTERN, …]`"
-    try:
-        document: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{source}: not valid YAML ({str(error).splitlines()[0]})") from error
+    wanted = "expected `rules:` with a list of `class: NAME` and `any: [PATTERN, …]`"
+    shape = f"{source}: {wanted}"
+    document = parse_yaml(text, source, wanted)
     if not isinstance(document, dict) or not isinstance(document.get("rules"), list):
         raise InputError(shape)
     out: list[tuple[str, list[str]]] = []

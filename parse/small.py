@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,41 @@ def read_small(path: str | Path, remedy: str, most_bytes: int = MOST_BYTES) -> s
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
 
 
-def read_yaml(path: str | Path, remedy: str) -> Any:
+def read_yaml(path: str | Path, remedy: str, most_bytes: int = MOST_BYTES) -> Any:
     """What a YAML (or JSON) file of a person holds. Raises InputError as read_small, and for text that is no YAML."""
+    return parse_yaml(read_small(path, remedy, most_bytes), str(path), remedy)
+
+
+def parse_yaml(text: str, source: str, remedy: str) -> Any:
+    """What YAML (or JSON) text of a person says; `source` names it in errors.
+
+    A key that is there twice is refused, where YAML would silently take the last. Raises InputError with the line.
+    """
     import yaml
 
-    text = read_small(path, remedy)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_loader())
     except RecursionError as error:
-        raise InputError(f"{path}: nested too deeply; {remedy}") from error
+        raise InputError(f"{source}: not valid YAML: nested too deeply; {remedy}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{source}: not valid YAML: {line}{reason}; {remedy}") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise InputError(f"{path}: not valid YAML ({str(error).splitlines()[0]}); {remedy}") from error
+        raise InputError(f"{source}: not valid YAML: {str(error).splitlines()[0]}; {remedy}") from error
+
+
+@cache
+def _loader() -> Any:
+    """PyYAML's safe loader without keys that are there twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            if len(keys) > len(set(keys)):
+                twice = Counter(keys).most_common(1)[0][0]
+                raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
+            return super().construct_mapping(node, deep)
+
+    return Loader

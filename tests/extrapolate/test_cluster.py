@@ -91,16 +91,16 @@ def test_a_described_cluster_gives_the_rates_of_its_tiers(tmp_path: Path) -> Non
         (("H100 SXM", "{generation: hopper}"), r"device\.bf16_tflops: is missing \(and 3 more\)"),
         (("H100 SXM", "5"), "device: Input should be a valid string"),
         (("source: a rack", "nccl_version: 2.30\nsource: a rack"), 'nccl_version: a version goes in quotes, as "2.30"'),
-        (("device", ": ]["), "not a readable cluster description: line 2: "),
-        (("source", "device"), "not a readable cluster description: line 2: 'device' is there twice"),
-        (("450", "2001-99-99"), "not a readable cluster description: month must be"),
+        (("device", ": ]["), "not valid YAML: line 2: "),
+        (("source", "device"), "not valid YAML: line 2: 'device' is there twice"),
+        (("450", "2001-99-99"), "not valid YAML: month must be"),
         (("tiers:\n", "tiers: &a [*a]\nx:\n"), r"tiers\.0: Input should be a valid dictionary"),
         ((TWO_TIERS, ""), "nothing where an entry of keys and values is needed"),
         ((TWO_TIERS, "- 1"), "a list where an entry of keys and values is needed"),
         ((TWO_TIERS, "a: 1\n---\nb: 2"), "expected a single document"),
         ((TWO_TIERS, "[" * 5000), "nested too deeply"),
-        ((TWO_TIERS, "a: " + "9" * 5000), "not a readable cluster description"),
-        ((TWO_TIERS, "# " + "x" * (1 << 20)), "larger than a cluster description can be"),
+        ((TWO_TIERS, "a: " + "9" * 5000), "not valid YAML"),
+        ((TWO_TIERS, "# " + "x" * (1 << 20)), "larger than 1 MiB"),
     ],
 )
 def test_a_wrong_description_names_file_place_and_reason(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -130,7 +130,7 @@ def test_a_file_is_found_whatever_its_name(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
 
     assert "mine" == Cluster.load("mine").name
-    with pytest.raises(InputError, match=r"^absent\.yaml: not a readable cluster description: No such file"):
+    with pytest.raises(InputError, match=r"^absent\.yaml: No such file"):
         Cluster.load("absent.yaml")
     with pytest.raises(InputError, match="not a regular file"):
         Cluster.load(tmp_path)

@@ -50,7 +50,15 @@ def test_a_missing_file_is_said() -> None:
         read_small("none", "give one")
 
 
-@pytest.mark.parametrize(("text", "reason"), [("a: [", "not valid YAML"), ("[" * 5000, "nested too deeply")])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [", "not valid YAML: line 1: "),
+        ("b: 1\na: 2\nb: 3", "not valid YAML: line 1: 'b' is there twice; give one"),
+        ("when: 2001-99-99", "not valid YAML: month must be"),
+        ("[" * 5000, "not valid YAML: nested too deeply"),
+    ],
+)
 def test_what_is_no_yaml_is_said(tmp_path: Path, text: str, reason: str) -> None:
     """Broken and absurdly nested text is one sentence."""
     (tmp_path / "a.yaml").write_text(text)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from scaletrace.cli.common import document, err, exit_codes, print_json
 from scaletrace.errors import UsageError
+
+if TYPE_CHECKING:
+    from scaletrace.collect.settings import Settings
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """How this command is to be registered: what follows `--` belongs to the job."""
@@ -65,20 +68,26 @@ def collect(
     with exit_codes(debug):
         if command[0].startswith("-"):
             raise UsageError(f"no such option: {command[0]} (the job goes behind `--`; see scaletrace collect --help)")
-        from scaletrace.collect.launch import default_folder, leave_as, run
-        from scaletrace.collect.settings import Settings
+        from scaletrace.collect.launch import leave_as, run
 
-        asked = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
-        asked |= {"folder": str(out or default_folder()), "command": tuple(command), "fake_rank": rank}
-        asked |= {"after_s": after, "for_s": duration, "start_step": None if on_demand else start_step}
-        settings = Settings(**asked)
-        outcome = run(settings, overwrite=overwrite, stdout_to_stderr=as_json)
+        outcome = run(_settings(options), overwrite=overwrite, stdout_to_stderr=as_json)
         if as_json:
             answer = {"returncode": outcome.returncode, "captures": outcome.captures}
             print_json(document("scaletrace.collect/1", outcome.folder, {"notes": list(outcome.notes)}, **answer))
         elif not quiet:
             say(outcome.captures, outcome.folder, outcome.notes)
     sys.exit(leave_as(outcome.returncode))
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    """What was asked for on the command line, as the recorder takes it."""
+    from scaletrace.collect.launch import default_folder
+    from scaletrace.collect.settings import Settings
+
+    asked = {field.name: options[field.name] for field in fields(Settings) if field.name in options}
+    asked |= {"folder": str(options["out"] or default_folder()), "command": tuple(options["command"])}
+    asked |= {"fake_rank": options["rank"], "after_s": options["after"], "for_s": options["duration"]}
+    return Settings(**asked | {"start_step": None if options["on_demand"] else options["start_step"]})
 
 
 def say(captures: dict[str, list[int]], folder: str, notes: tuple[str, ...]) -> None:

@@ -45,24 +45,12 @@ def limits(
 
     Example: scaletrace limits --cluster dgx_h100 --network 2 --what-if
     """
+    options = dict(locals())
     with exit_codes(debug):
         from scaletrace.extrapolate.limits import Training, limits, what_ifs
         from scaletrace.view.progress import progress
 
-        _check(
-            days=days,
-            latency_us=latency_us,
-            launch_us=launch_us,
-            network=network,
-            memory=memory,
-            domain=domain,
-            utilization=utilization,
-            bits=bits,
-            batch_exponent=batch_exponent,
-            depth_exponent=depth_exponent,
-            wider=wider,
-            sparsity=sparsity,
-        )
+        _check(**{name: options[name] for name in _BOUNDS})
         sizes = _flops(flop)
         machine = _machine(cluster, latency_us, launch_us, network, memory, domain)
         training = Training(

@@ -87,11 +87,7 @@ def synth(
         step_s = timing.step_ns(steps - 1) / 1e9
         answer = _answer(described, job, scale, step_s, flop, target_s)
         answer |= bill(described, timing, steps - 1, answer["tokens_per_s_per_gpu"], prices)
-        answer |= {
-            "mfu_counts": mfu_counts,
-            "files": [str(path) for path in written],
-            "faults": [str(each) for each in faults],
-        }
+        answer |= {"mfu_counts": mfu_counts, "files": list(map(str, written)), "faults": list(map(str, faults))}
         answer["overlap_slowdown"] = apart.beside(described)
         health = _health(described, target_s, faults)
         if json_:

@@ -29,6 +29,15 @@ def keep_mask(role: ByteArray, pred_ptr: IntArray, pred: Int32Array) -> BoolArra
 
 
 @jit
+def _reach(w: int, source: int, length: float, noisy: float, stamp: IntArray, total: Floats, part: Floats) -> bool:
+    """Note a path of a length from `source` to w where it is the longest yet; whether it is the first."""
+    first = stamp[w] != source
+    if first or length > total[w]:
+        stamp[w], total[w], part[w] = source, length, noisy
+    return bool(first)
+
+
+@jit
 def longest_paths(
     dur_ns: Floats,
     noisy: BoolArray,
@@ -56,12 +65,8 @@ def longest_paths(
         queue = [n]
         queue.pop()
         for e in range(succ_ptr[s], succ_ptr[s + 1]):
-            w = succ[e]
-            if stamp[w] != s:
-                stamp[w], total[w], part[w] = s, lag_ns[e], 0.0
-                heappush(queue, np.int64(w))  # type: ignore[misc]
-            elif lag_ns[e] > total[w]:
-                total[w], part[w] = lag_ns[e], 0.0
+            if _reach(succ[e], s, lag_ns[e], 0.0, stamp, total, part):
+                heappush(queue, np.int64(succ[e]))  # type: ignore[misc]
         while len(queue):
             v = heappop(queue)
             if keep[v]:
@@ -75,13 +80,8 @@ def longest_paths(
             if out > best[cls[v]]:
                 best[cls[v]], best_part[cls[v]] = out, out_part
             for e in range(succ_ptr[v], succ_ptr[v + 1]):
-                w = succ[e]
-                reached = out + lag_ns[e]
-                if stamp[w] != s:
-                    stamp[w], total[w], part[w] = s, reached, out_part
-                    heappush(queue, np.int64(w))  # type: ignore[misc]
-                elif reached > total[w]:
-                    total[w], part[w] = reached, out_part
+                if _reach(succ[e], s, out + lag_ns[e], out_part, stamp, total, part):
+                    heappush(queue, np.int64(succ[e]))  # type: ignore[misc]
         for c in range(classes):
             if best[c] > -1e299:
                 src.append(s)

@@ -216,17 +216,21 @@ def search(
         kept.sort(key=lambda item: (item.step_s, str(item.layout)))
         del kept[best:]
     if not kept:
-        why = ", ".join(f"{count} {reason}" for reason, count in discarded.items()) or "none divides model and batch"
-        raise UsageError(
-            f"no layout of {space.gpus} GPUs fits ({len(bounded)} candidates: {why}); "
-            f"give more GPUs, another --batch, or a smaller --seq"
-        )
+        raise UsageError(_nothing_fits(space, len(bounded), discarded))
     if too_large is not None and too_large.step_s >= kept[-1].step_s:
         too_large = None
     if also is not None and also not in [item.layout for item in kept]:
         kept.append(replace(estimate(work, also, network, states, fit), memory=peak(also)))
     losers = tuple(Lost(item, item.step_s / kept[0].step_s - 1, reasons(kept[0], item)) for item in kept[1:])
     return Found(kept[0], losers, len(bounded), discarded, evaluated, too_large)
+
+
+def _nothing_fits(space: Space, count: int, discarded: Counter[str]) -> str:
+    why = ", ".join(f"{many} {reason}" for reason, many in discarded.items()) or "none divides model and batch"
+    return (
+        f"no layout of {space.gpus} GPUs fits ({count} candidates: {why}); give more GPUs, another --batch, or a "
+        "smaller --seq"
+    )
 
 
 def reasons(best: Estimate, item: Estimate) -> tuple[str, ...]:

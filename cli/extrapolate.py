@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,38 +64,18 @@ def extrapolate(
 
     Example: scaletrace extrapolate runs/8gpu --gpus 16,64,256,1024 --cluster dgx_h100
     """
+    given = dict(locals())
     with exit_codes(debug):
-        from scaletrace.extrapolate.cluster import Cluster
         from scaletrace.extrapolate.curve import extrapolate as stretch
-        from scaletrace.extrapolate.layout import Layout
         from scaletrace.parse.build import build
         from scaletrace.view.progress import progress
 
-        in_range("--overlap-slowdown", overlap_slowdown, 0, 100)
-        in_range("--nics", nics, 1, 1000)
-        in_range("--bucket-mb", bucket_mb, 1e-3, 1e6)
-        in_range("--tokens", tokens, 1)
-        in_range("--flop", flop, 1)
-        in_range("--knee", knee, 0, 1)
+        for name, (low, high) in _BOUNDS.items():
+            in_range(f"--{name.replace('_', '-')}", given[name], low, high)
         sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
         evidence, unread = _nccl_tests(nccl_tests or [])
+        options = _options(given) | {"sizes": sizes, "evidence": evidence}
         built = build(read_job(path))
-        options: dict[str, Any] = {
-            "cluster": Cluster.load(cluster) if cluster else None,
-            "recorded": Cluster.load(recorded_on) if recorded_on else None,
-            "sizes": sizes,
-            "layout": Layout.parse(layout) if layout else None,
-            "weak": not strong,
-            "evidence": evidence,
-            "noise": _noise(noise) if noise else None,
-            "overlap_slowdown": overlap_slowdown,
-            "nics": nics,
-            "bucket_bytes": round(bucket_mb * 2**20) if bucket_mb is not None else None,
-            "tokens_per_step_per_gpu": tokens,
-            "flop_per_step_per_gpu": flop,
-            "prices": read_prices(price) if price else None,
-            "knee_share": knee,
-        }
         with progress("stretching the job", err):
             curve = stretch(built, **options)
         curve.health.add(unread)
@@ -104,6 +85,38 @@ def extrapolate(
             print_json(answer)
         elif not quiet:
             _show(answer, output, bool(price))
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """What `curve.extrapolate` is told beside sizes and evidence."""
+    from scaletrace.extrapolate.cluster import Cluster
+    from scaletrace.extrapolate.layout import Layout
+
+    bucket_mb, price = given["bucket_mb"], given["price"]
+    return {
+        "cluster": Cluster.load(given["cluster"]) if given["cluster"] else None,
+        "recorded": Cluster.load(given["recorded_on"]) if given["recorded_on"] else None,
+        "layout": Layout.parse(given["layout"]) if given["layout"] else None,
+        "weak": not given["strong"],
+        "noise": _noise(given["noise"]) if given["noise"] else None,
+        "overlap_slowdown": given["overlap_slowdown"],
+        "nics": given["nics"],
+        "bucket_bytes": round(bucket_mb * 2**20) if bucket_mb is not None else None,
+        "tokens_per_step_per_gpu": given["tokens"],
+        "flop_per_step_per_gpu": given["flop"],
+        "prices": read_prices(price) if price else None,
+        "knee_share": given["knee"],
+    }
+
+
+_BOUNDS = {
+    "overlap_slowdown": (0.0, 100.0),
+    "nics": (1.0, 1000.0),
+    "bucket_mb": (1e-3, 1e6),
+    "tokens": (1.0, math.inf),
+    "flop": (1.0, math.inf),
+    "knee": (0.0, 1.0),
+}
 
 
 def _sizes(text: str, option: str) -> list[int]:

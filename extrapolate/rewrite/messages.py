@@ -133,9 +133,9 @@ def _posted(loom: Loom, row: Sequence[Deed], runs: Sequence[Run], rank: int, sta
             if head >= 0:
                 _before(loom, awaited, head, EdgeKind.EVENT_WAIT)
                 tail, awaited = int(loom.last[start + run.end - 1]), []
-    behind = start + runs[-1].end
-    if behind < end:  # the optimizer, or the next step's first piece
-        _before(loom, awaited, int(loom.first[behind]), EdgeKind.EVENT_WAIT)
+    # The optimizer, or the next step's first piece; what only communicates does not wait.
+    behind = next((int(node) for node in loom.first[start + runs[-1].end : end] if node >= 0), -1)
+    _before(loom, awaited, behind, EdgeKind.EVENT_WAIT)
     return sides
 
 

@@ -17,9 +17,11 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.anatomy import MESSAGES, Anatomy
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layers import Phase
+from scaletrace.extrapolate.layout import DATA_AXES
 from scaletrace.extrapolate.rewrite.loom import FloatArray, Loom, Woven
 from scaletrace.extrapolate.rewrite.messages import MessageTime, Run, add_messages, pipeline_group
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program, message_of
+from scaletrace.extrapolate.rewrite.state import axis_of_item
 from scaletrace.extrapolate.rewrite.weave import Copy, weave
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
@@ -169,18 +171,20 @@ def cut(
     size = message_bytes or anatomy.boundary_bytes
     if program.ranks > 1 and not size:
         health.guessed["messages whose size no shape tells"] += 1
+    fetching, reshards = _fetching(graph, measured, piece)
+    plan = _Plan(program, stages, model, anatomy, recompute, fetching, reshards)
     rows: list[list[Copy]] = []
     plans: list[list[Run]] = []
     for home in range(program.ranks):
         for column, members in enumerate(columns):
             new = home * len(columns) + column
-            row, runs = _sequence(pieces, _Plan(program, stages, model, anatomy, recompute), members, home, new)
+            row, runs = _sequence(pieces, plan, members, home, new)
             rows.append(row)
             plans.append(runs)
     loom = weave(graph, piece, rows, anatomy.exact_ns, anatomy.entry)
     starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     held = {rank: sorted({key[3] for key in pieces if key[0] == rank and key[3] >= 0}) for rank in ranks}
-    _scale_ends(loom, _Plan(program, stages, model, anatomy, recompute), measured, rows, held, graph.rank)
+    _scale_ends(loom, plan, measured, rows, held, graph.rank)
     again = np.array([copy.team >= program.ranks * (len(model) + 1) for row in rows for copy in row], np.bool_)
     _split_backwards(loom, plans, starts, again, health)
     group = pipeline_group(loom, program.ranks, len(columns))
@@ -214,12 +218,22 @@ def _pieces(graph: Graph, anatomy: Anatomy) -> tuple[dict[Key, int], Int32Array]
     after = _after_backward(graph, anatomy)
     # Per-step work is two pieces, before the first forward and after the last backward.
     phase[ends] = np.where(after[ends], int(Phase.OPTIMIZER), int(Phase.OTHER))
-    unit = np.where(ends, -1, anatomy.unit)
+    # What ends a unit's own work there (its gradients' scatter) is a piece of its own, laid behind its stage's last pass.
+    unit = np.where(ends & ~after, -1, anatomy.unit)
     batch = np.where(ends, -1, anatomy.micro_batch)
     keys = np.stack([graph.rank, _steps(graph), phase, unit, batch], axis=1)[inside]
     distinct, code = np.unique(keys, axis=0, return_inverse=True)
     out[inside] = code.reshape(-1)
     return {tuple(key): number for number, key in enumerate(distinct.tolist())}, out
+
+
+def _fetching(graph: Graph, anatomy: Anatomy, piece: Int32Array) -> tuple[frozenset[int], bool]:
+    """The pieces in which parameters are gathered, and whether backward passes are among them."""
+    gathers = [
+        item.kind == "all_gather" and axis_of_item(item, graph.groups) in DATA_AXES for item in graph.collectives
+    ]
+    nodes = np.flatnonzero(np.array([*gathers, False], np.bool_)[graph.instance] & (piece >= 0))
+    return frozenset(piece[nodes].tolist()), bool((anatomy.phase[nodes] == int(Phase.BACKWARD)).any())
 
 
 def _steps(graph: Graph) -> IntArray:
@@ -259,13 +273,19 @@ def template(micro_batch: int, new: int, measured: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What is to be laid: the program, which units (of `anatomy`, the new model) each stage holds, and the measured
-    unit that stands for each."""
+    unit that stands for each.
+
+    fetching: pieces in which sharded parameters are gathered; reshards: whether that is so in backward passes too, since
+    forward ones give them away
+    """
 
     program: Program
     stages: Stages
     model: Sequence[int]
     anatomy: Anatomy
     recompute: bool | None
+    fetching: frozenset[int]
+    reshards: bool
 
     @property
     def beyond(self) -> int:
@@ -293,48 +313,83 @@ def _sequence(
     pieces: Mapping[Key, int], plan: _Plan, members: Sequence[int], home: int, new: int
 ) -> tuple[list[Copy], list[Run]]:
     """The copies of one new rank in order, over all steps, and which of them each action takes."""
-    row: list[Copy] = []
-    runs: list[Run] = []
-    program, ranks = plan.program, plan.program.ranks
-    where = {(key[3], key[1]): key[0] for key in pieces if key[0] in members and key[3] >= 0}
-    source = members[home * len(members) // ranks]
+    out = _Sequence(pieces, plan, members, home, new)
     for step in sorted({key[1] for key in pieces if key[0] in members}):
-        _add(row, pieces, (source, step, int(Phase.OTHER), -1, -1), new, home)
-        done: Counter[int] = Counter()
-        for action in program.actions[home]:
-            begin = len(row)
-            units = plan.stages.units[action.stage]
-            forward = action.op is Op.FORWARD
-            # Backward passes may run in another order, and it is the last of them that reduces gradients.
-            place = action.micro_batch if forward else done[action.stage]
-            done[action.stage] += action.op in (Op.BACKWARD, Op.INPUT)
-            batch = template(place, program.micro_batches, max(1, plan.anatomy.micro_batches))
-            for unit in () if action.op is Op.WEIGHT else units if forward else reversed(units):
-                old = plan.model[unit]
-                rank = where.get((old, step), source)
-                # Copies of one measured layer are different collectives, so each is a team of its own.
-                team = home + ranks * list(plan.model[:unit]).count(old)
-                recorded = (rank, step, int(Phase.RECOMPUTE), old, batch)
-                if not forward and plan.recompute is not False and recorded in pieces:
-                    _add(row, pieces, recorded, new, team + plan.beyond, action.micro_batch, unit)
-                elif not forward and plan.recompute and plan.anatomy.is_layer[unit]:
-                    again = (rank, step, int(Phase.FORWARD), old, batch)
-                    _add(row, pieces, again, new, team + plan.beyond, action.micro_batch, unit)
-                phase = int(Phase.FORWARD if forward else Phase.BACKWARD)
-                _add(row, pieces, (rank, step, phase, old, batch), new, team, action.micro_batch, unit)
-            runs.append(Run(step, action, begin, len(row)))
-        _add(row, pieces, (source, step, int(Phase.OPTIMIZER), -1, -1), new, home)
-    if runs and all(run.begin == run.end for run in runs if run.action.op is not Op.WEIGHT):
+        out.lay(step)
+    if out.runs and all(run.begin == run.end for run in out.runs if run.action.op is not Op.WEIGHT):
         raise UsageError("the trace shows neither forward nor backward layers, so there is nothing to cut into stages")
-    return row, runs
+    return out.row, out.runs
 
 
-def _add(
-    row: list[Copy], pieces: Mapping[Key, int], key: Key, rank: int, team: int, tag: int = -1, unit: int = -1
-) -> None:
-    piece = pieces.get(key)
-    if piece is not None:
-        row.append(Copy(piece, rank, team, tag, unit))
+class _Sequence:
+    """The copies of one new rank while they are laid."""
+
+    def __init__(self, pieces: Mapping[Key, int], plan: _Plan, members: Sequence[int], home: int, new: int) -> None:
+        self.pieces, self.plan, self.home, self.new = pieces, plan, home, new
+        self.where = {(key[3], key[1]): key[0] for key in pieces if key[0] in members and key[3] >= 0}
+        self.source = members[home * len(members) // plan.program.ranks]
+        self.row: list[Copy] = []
+        self.runs: list[Run] = []
+
+    def lay(self, step: int) -> None:
+        """Lay one step: what comes before the passes, each action, what ends its stage, and the optimizer."""
+        actions = self.plan.program.actions[self.home]
+        done: Counter[int] = Counter()
+        left = Counter(action.stage for action in actions if action.op is not Op.FORWARD)
+        gathered: set[int] = set()
+        self._add((self.source, step, int(Phase.OTHER), -1, -1), self.home)
+        for action in actions:
+            begin = len(self.row)
+            if action.op is not Op.WEIGHT:
+                # Backward passes may run in another order, and it is the last of them that reduces gradients.
+                place = action.micro_batch if action.op is Op.FORWARD else done[action.stage]
+                done[action.stage] += action.op is not Op.FORWARD
+                self._pass(step, action, place, action.stage not in gathered)
+                if action.op is Op.FORWARD and self.plan.reshards:
+                    gathered.discard(action.stage)
+                else:
+                    gathered.add(action.stage)
+            self.runs.append(Run(step, action, begin, len(self.row)))
+            left[action.stage] -= action.op is not Op.FORWARD
+            if action.op is not Op.FORWARD and not left[action.stage]:
+                for unit in self.plan.stages.units[action.stage]:
+                    rank, team = self._of(unit, step)
+                    self._add((rank, step, int(Phase.OPTIMIZER), self.plan.model[unit], -1), team, -1, unit)
+        self._add((self.source, step, int(Phase.OPTIMIZER), -1, -1), self.home)
+
+    def _pass(self, step: int, action: Action, place: int, fetches: bool) -> None:
+        """One forward or backward of a stage, the `place`-th of its kind; fetches: its parameters are to be gathered."""
+        plan, units, forward = self.plan, self.plan.stages.units[action.stage], action.op is Op.FORWARD
+        measured = max(1, plan.anatomy.micro_batches)
+        batch = template(place, plan.program.micro_batches, measured)
+        for unit in units if forward else reversed(units):
+            old = plan.model[unit]
+            rank, team = self._of(unit, step)
+            recorded = (rank, step, int(Phase.RECOMPUTE), old, batch)
+            if not forward and plan.recompute is not False and recorded in self.pieces:
+                self._add(recorded, team + plan.beyond, action.micro_batch, unit)
+            elif not forward and plan.recompute and plan.anatomy.is_layer[unit]:
+                again = (rank, step, int(Phase.FORWARD), old, batch)
+                self._add(again, team + plan.beyond, action.micro_batch, unit)
+            phase = int(Phase.FORWARD if forward else Phase.BACKWARD)
+            taken = batch
+            if fetches and plan.fetching and self.pieces.get((rank, step, phase, old, batch)) not in plan.fetching:
+                # A recorded pass that needed no gather can't stand for one that does.
+                near = sorted(range(measured), key=lambda other: abs(other - batch))
+                fit = (other for other in near if self.pieces.get((rank, step, phase, old, other)) in plan.fetching)
+                taken = next(fit, batch)
+            self._add((rank, step, phase, old, taken), team, action.micro_batch, unit)
+
+    def _of(self, unit: int, step: int) -> tuple[int, int]:
+        """The measured rank of a unit, and its team: copies of one measured layer are different collectives."""
+        old = self.plan.model[unit]
+        team = self.home + self.plan.program.ranks * list(self.plan.model[:unit]).count(old)
+        return self.where.get((old, step), self.source), team
+
+    def _add(self, key: Key, team: int, tag: int = -1, unit: int = -1) -> None:
+        piece = self.pieces.get(key)
+        if piece is not None:
+            self.row.append(Copy(piece, self.new, team, tag, unit))
 
 
 def _scale_ends(
@@ -355,7 +410,8 @@ def _scale_ends(
         new[plan.program.rank_of_stage[stage]] += new_units[list(units)].sum()
     old = np.array([old_units[list(held.get(rank, ()))].sum() for rank in range(int(source_rank.max()) + 1)])
     home = np.array([copy.team % plan.program.ranks for row in rows for copy in row], np.int64)
-    at = np.flatnonzero((measured.phase[loom.origin] == int(Phase.OPTIMIZER)) & (loom.columns["instance"] < 0))
+    ends = (measured.phase[loom.origin] == int(Phase.OPTIMIZER)) & (measured.unit[loom.origin] < 0)
+    at = np.flatnonzero(ends & (loom.columns["instance"] < 0))
     was, now = old[source_rank[loom.origin[at]]], new[home[loom.copy[at]]]
     change = (was > 0) & (was != now)
     loom.exact_ns[at[change]] *= now[change] / was[change]
@@ -411,9 +467,8 @@ def _weight_nodes(loom: Loom, runs: Sequence[Run], new: int, starts: IntArray, r
             node = _weight_node(loom, tail, new, run, pending.pop(key))
             _follow(loom, tail, node)
             tail, tail_is_new = node, True
-            behind = base + run.end
-            if behind < end:  # the optimizer, or the next step's first piece, if no action follows
-                _follow(loom, node, int(loom.first[behind]))
+            # The optimizer, or the next step's first piece, if no action follows.
+            _follow(loom, node, next((int(at) for at in loom.first[base + run.end : end] if at >= 0), -1))
 
 
 def _weight_node(loom: Loom, tail: int, new: int, run: Run, dur_ns: int) -> int:

@@ -6,7 +6,7 @@ pass gathers only what the pass before it gave away, which a forward does where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,14 +15,17 @@ from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.rewrite.buckets import is_gradient
 from scaletrace.extrapolate.rewrite.data import sharded_elements
 from scaletrace.extrapolate.rewrite.removal import without_collectives
-from scaletrace.extrapolate.rewrite.schedules import Op, Program
+from scaletrace.extrapolate.rewrite.schedules import Op, Program, actions_of
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told, whole_bytes
-from scaletrace.parse.events import BoolArray
-from scaletrace.parse.graph import EdgeKind, NodeKind
+from scaletrace.parse.events import BoolArray, ByteArray, Int32Array
+from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 
 
-def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> State:
-    """`state` laid in `program` with the units of each of `stages` (in model order), as its stages would gather."""
+def staged(state: State, program: Program, stages: Sequence[Sequence[int]], recorded: int = 1) -> State:
+    """`state` laid in `program` with the units of each of `stages` (in model order), as its stages would gather.
+
+    recorded: how many pipeline ranks it was laid from
+    """
     gathers, scatters = _of_kind(state, "all_gather"), _of_kind(state, "reduce_scatter")
     replicas = _reductions(state, scatters)
     if not (gathers | scatters | replicas).any():
@@ -51,10 +54,15 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]]) -> S
         last = row[-1].micro_batch if row else -1
         if not program.finds_gradients(number, reshards):
             lost.append(number)
-            last = -1
+            drop |= mine & (scatters | replicas)
         drop |= mine & backward & (scatters | replicas) & (anatomy.micro_batch != last)
-    # What is scattered behind backward belongs to the units that backward ends with.
-    first = [column[program.rank_of_stage[0]] for column in state.columns]
+    # What is scattered for no unit that is known is each recorded rank's once.
+    homes = [
+        home
+        for home in range(program.ranks)
+        if home * recorded // program.ranks != (home - 1) * recorded // program.ranks
+    ]
+    first = [column[home] for column in state.columns for home in homes]
     drop |= (scatters | replicas) & (stage < 0) & ~np.isin(state.graph.rank, first)
     if not drop.any():
         return state
@@ -71,41 +79,107 @@ def _unscattered(schedule: str, stages: Sequence[int]) -> str:
 
 
 def at_home(state: State, stages: Sequence[Sequence[int]]) -> State:
-    """The state with each gather in the unit that it gathers where the pass issued it in a unit of another stage, as a
-    prefetch does: no stage gathers for another one."""
+    """The state, not yet cut, with each gather in the unit that it gathers where the pass issued it in a unit of another
+    stage, as a prefetch does; and with the scatters of its last backward pass alone, behind that pass.
+
+    No stage gathers for another one, and PyTorch's stages scatter when all of their backward passes are done.
+    """
+    held = {int(rank): _held(state, int(rank)) for rank in np.unique(state.graph.rank) if rank >= 0}
+    return _behind(_fetched(state, stages, held), held)
+
+
+def _held(state: State, rank: int) -> list[int]:
+    """Units that a rank works on, in model order."""
+    anatomy = state.anatomy
+    mine = (state.graph.rank == rank) & (anatomy.unit >= 0) & (anatomy.phase == int(Phase.FORWARD))
+    return np.unique(anatomy.unit[mine]).tolist()
+
+
+def _fetched(state: State, stages: Sequence[Sequence[int]], held: Mapping[int, list[int]]) -> State:
     graph, anatomy = state.graph, state.anatomy
     stage_of = np.full(len(anatomy.units) + 1, -1, np.int64)
     for number, units in enumerate(stages):
         stage_of[list(units)] = number
-    unit = anatomy.unit.copy()
-    passes: dict[tuple[int, int, int, int], list[int]] = {}
-    arrive = np.flatnonzero(_of_kind(state, "all_gather") & (graph.kind == int(NodeKind.ARRIVE)) & (anatomy.unit >= 0))
-    for node in arrive.tolist():
-        key = (int(graph.rank[node]), int(graph.step[node]), int(anatomy.micro_batch[node]), int(anatomy.phase[node]))
-        passes.setdefault(key, []).append(node)
-    moved: dict[tuple[int, int], int] = {}
-    for (rank, _, _, phase), nodes in passes.items():
-        for node, own in zip(nodes, _gathered(state, nodes, phase == int(Phase.BACKWARD)), strict=True):
-            if own >= 0 and stage_of[own] != stage_of[unit[node]]:
-                moved[rank, int(graph.instance[node])] = own
+    gathers = _of_kind(state, "all_gather") & (anatomy.unit >= 0)
+    moved: dict[tuple[int, int], tuple[int, int]] = {}
+    for (rank, _, phase), nodes in _passing(state, gathers).items():
+        forward = phase == int(Phase.FORWARD)
+        cycles = _cycles(state, nodes, held[rank] if forward else held[rank][::-1])
+        needed = _needed(state, rank, forward, bool((gathers & (anatomy.phase == int(Phase.BACKWARD))).any()))
+        for number, cycle in enumerate(cycles):
+            for node, own in cycle.items():
+                # A pass gathers for the next one when its own last layer is done.
+                batch = needed[number] if len(needed) == len(cycles) else int(anatomy.micro_batch[node])
+                if own >= 0 and (stage_of[own] != stage_of[anatomy.unit[node]] or batch != anatomy.micro_batch[node]):
+                    moved[rank, int(graph.instance[node])] = own, batch
     if not moved:
         return state
-    into = graph.edge_dst
+    unit, micro_batch = anatomy.unit.copy(), anatomy.micro_batch.copy()
+    changed = np.zeros(len(graph), np.bool_)
     for node in np.flatnonzero(graph.instance >= 0).tolist():
-        own = moved.get((int(graph.rank[node]), int(graph.instance[node])), -1)
-        if own >= 0:
-            unit[node] = own
-    issues = np.isin(graph.edge_kind, [int(EdgeKind.HAND_OVER), int(EdgeKind.LAUNCH)]) & (unit != anatomy.unit)[into]
+        to = moved.get((int(graph.rank[node]), int(graph.instance[node])))
+        if to is not None:
+            unit[node], micro_batch[node] = to
+            changed[node] = True
+    calls = _calls(state, changed)
+    for column in (unit, micro_batch):
+        column[graph.pred[calls]] = column[graph.edge_dst[calls]]
+    return replace(state, anatomy=replace(anatomy, unit=unit, micro_batch=micro_batch))
+
+
+def _passing(state: State, gathers: BoolArray) -> dict[tuple[int, int, int], list[int]]:
+    """ARRIVE nodes of gathers by rank, step and phase, in order."""
+    graph = state.graph
+    out: dict[tuple[int, int, int], list[int]] = {}
+    for node in np.flatnonzero(gathers & (graph.kind == int(NodeKind.ARRIVE))).tolist():
+        key = (int(graph.rank[node]), int(graph.step[node]), int(state.anatomy.phase[node]))
+        out.setdefault(key, []).append(node)
+    return out
+
+
+def _needed(state: State, rank: int, forward: bool, reshards: bool) -> list[int]:
+    """The micro batches whose forward (or backward) gathers on a measured rank, in order; empty where not known."""
+    layout = state.layout
+    if layout.chunks > 1:
+        return []
+    if layout.pp == 1:
+        return list(range(layout.microbatches))
+    home = layout.coordinates(rank)["pp"]
+    out, gathered = [], False
+    for action in actions_of(layout.pipeline_schedule, layout.pp, layout.microbatches, 1, home):
+        if action.op is Op.WEIGHT:
+            continue
+        if not gathered and (action.op is Op.FORWARD) == forward:
+            out.append(action.micro_batch)
+        gathered = not reshards or action.op is not Op.FORWARD
+    return out
+
+
+def _cycles(state: State, nodes: Sequence[int], order: Sequence[int]) -> list[dict[int, int]]:
+    """Node → unit of the gathers of each pass; a unit that comes again begins the next pass."""
+    out: list[dict[int, int]] = []
+    rest = list(nodes)
+    while rest:
+        found = _units_of(state, rest, order)
+        end = next((at for at, own in enumerate(found) if own < 0), len(found))
+        end = end if end else 1
+        out.append(dict(zip(rest[:end], found[:end], strict=True)))
+        rest = rest[end:]
+    return out
+
+
+def _calls(state: State, members: BoolArray) -> BoolArray:
+    """Mask of the edges from the calls that issue members of collectives to those."""
+    graph, into = state.graph, state.graph.edge_dst
+    issues = np.isin(graph.edge_kind, [int(EdgeKind.HAND_OVER), int(EdgeKind.LAUNCH)]) & members[into]
     calls = np.array([name.startswith("c10d") for name in graph.names] + [False], np.bool_)[graph.name]
-    issues &= calls[graph.pred] & (graph.rank[graph.pred] == graph.rank[into])
-    unit[graph.pred[issues]] = unit[into[issues]]
-    return replace(state, anatomy=replace(anatomy, unit=unit))
+    return np.asarray(issues & calls[graph.pred] & (graph.rank[graph.pred] == graph.rank[into]), np.bool_)
 
 
-def _gathered(state: State, nodes: Sequence[int], backward: bool) -> list[int]:
-    """The unit that each gather of one pass is for, by its bytes and the order of units in that pass; -1 unknown."""
+def _units_of(state: State, nodes: Sequence[int], order: Sequence[int]) -> list[int]:
+    """The unit whose parameters each gather or scatter of one pass holds, by its bytes and the order of units in that
+    pass; -1 unknown."""
     graph, weights = state.graph, state.work.weights
-    order = list(range(len(weights)))[::-1] if backward else list(range(len(weights)))
     out, at = [], 0
     for node in nodes:
         item = graph.collectives[int(graph.instance[node])]
@@ -119,6 +193,76 @@ def _gathered(state: State, nodes: Sequence[int], backward: bool) -> list[int]:
                 break
         out.append(found)
     return out
+
+
+def _behind(state: State, held: Mapping[int, list[int]]) -> State:
+    """The scatters of the last backward pass behind it, each still its unit's, and none of the other passes."""
+    graph, anatomy = state.graph, state.anatomy
+    scatters = _of_kind(state, "reduce_scatter")
+    if not scatters.any():
+        return state
+    last = max(0, anatomy.micro_batches - 1)
+    staged_already = state.layout.pp > 1
+    arrive = np.flatnonzero((scatters | _reductions(state, scatters)) & (graph.kind == int(NodeKind.ARRIVE)))
+    rows: dict[tuple[int, int], list[int]] = {}
+    for node in arrive.tolist():
+        rows.setdefault((int(graph.rank[node]), int(graph.step[node])), []).append(node)
+    drop = np.zeros(len(graph), np.bool_)
+    unit, batch, phase = anatomy.unit.copy(), anatomy.micro_batch.copy(), anatomy.phase.copy()
+    for (rank, step), nodes in rows.items():
+        mine = (graph.rank == rank) & (graph.step == step)
+        order = held[rank] if staged_already else held[rank][::-1]
+        passes = _by_pass(anatomy.micro_batch, nodes, last)
+        for number, of_pass in passes.items():
+            if number != max(passes):
+                drop |= mine & np.isin(graph.instance, graph.instance[of_pass])
+                continue
+            owners = _owners(state, of_pass, scatters, order)
+            for node, own in owners.items():
+                members = mine & (graph.instance == graph.instance[node])
+                issued = [*np.flatnonzero(members).tolist(), *graph.pred[_calls(state, members)].tolist()]
+                unit[issued], batch[issued], phase[issued] = own, -1, int(Phase.OPTIMIZER)
+            if staged_already:
+                _with_copies(graph, phase, unit, mine, owners)
+    out = replace(state, anatomy=replace(anatomy, unit=unit, micro_batch=batch, phase=phase))
+    return without_collectives(out, drop) if drop.any() else out
+
+
+def _by_pass(micro_batch: Int32Array, nodes: Sequence[int], last: int) -> dict[int, list[int]]:
+    """Reductions by the backward pass that issued them; one outside any pass belongs to that before it, else the last."""
+    out: dict[int, list[int]] = {}
+    before = -1
+    for node in nodes:
+        before = int(micro_batch[node]) if micro_batch[node] >= 0 else before
+        out.setdefault(before if before >= 0 else last, []).append(node)
+    return out
+
+
+def _owners(state: State, nodes: Sequence[int], scatters: BoolArray, order: Sequence[int]) -> dict[int, int]:
+    """Node → unit of the reductions of one pass; a reduction over replicas is that of the scatter before it. Left out:
+    what neither bytes nor the place of issue tell."""
+    first = [node for node in nodes if scatters[node]]
+    found = dict(zip(first, _units_of(state, first, order), strict=True))
+    out: dict[int, int] = {}
+    behind = dict(zip((node for node in nodes if not scatters[node]), first, strict=False))
+    for node in nodes:
+        own = found.get(behind.get(node, node), -1)
+        own = own if own >= 0 else int(state.anatomy.unit[node])
+        if own >= 0:
+            out[node] = own
+    return out
+
+
+def _with_copies(graph: Graph, phase: ByteArray, unit: Int32Array, mine: BoolArray, owners: Mapping[int, int]) -> None:
+    """What runs between two scatters behind the backward pass makes the second one ready, so it goes with that; in
+    place."""
+    inside = np.flatnonzero(mine & (phase == int(Phase.BACKWARD)))
+    begin = int(inside[-1]) + 1 if len(inside) else 0
+    for node, own in sorted(owners.items()):
+        between = np.flatnonzero(mine[begin:node]) + begin
+        free = between[(unit[between] < 0) & (graph.instance[between] < 0)]
+        unit[free], phase[free] = own, int(Phase.OPTIMIZER)
+        begin = max(begin, node)
 
 
 def _of_kind(state: State, kind: str) -> BoolArray:

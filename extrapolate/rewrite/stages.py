@@ -33,11 +33,12 @@ def pipeline(
 def _cut(source: State, program: Program, layout: Layout, counts: Sequence[int]) -> State:
     if not counts and same_pipeline(source.layout, layout):
         return source
-    if program.ranks == 1 or len(source.columns[0]) > 1:
+    recorded = len(source.columns[0])
+    if program.ranks == recorded == 1:
         return laid(source, program, counts=counts)
     units = split_units(source.anatomy, program.stages, counts).units
     ready = staged_buckets(at_home(source, units), units)
-    return staged(laid(ready, program, counts=counts), program, units)
+    return staged(laid(ready, program, counts=counts), program, units, recorded)
 
 
 def same_pipeline(one: Layout, other: Layout) -> bool:

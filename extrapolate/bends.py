@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from scaletrace.extrapolate.cluster import Cluster
+
 LARGEST = 131_072
 """The grid goes up to this many ranks, or to the largest size asked for."""
 DOMINATES = 0.5
@@ -46,12 +48,13 @@ def grid(first: int, largest: int) -> list[int]:
     return [first << k for k in range(max(1, math.ceil(math.log2(end / first)) + 1))]
 
 
-def rising(levels: Sequence[Level]) -> list[Level]:
-    """The same with steps that never fall: what fell is lifted to the size before."""
+def rising(levels: Sequence[Level], cluster: Cluster) -> list[Level]:
+    """The same with steps that never fall: what fell is lifted to the sizes before, but for those that leave a node
+    partly filled, since filling it helps."""
     out: list[Level] = []
     for level in levels:
-        step = max(level.step_s, out[-1].step_s) if out else level.step_s
-        out.append(Level(level.gpus, step, level.exposed))
+        below = [other.step_s for other in out if cluster.fills(other.gpus)]
+        out.append(Level(level.gpus, max([level.step_s, *below]), level.exposed))
     return out
 
 

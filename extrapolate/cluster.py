@@ -106,6 +106,10 @@ class Cluster:
         """Ranks in one innermost domain: a node, or an NVLink domain where that spans several."""
         return self.tiers[0].domain or 1
 
+    def fills(self, ranks: int) -> bool:
+        """Whether so many ranks leave no node partly filled, or share one: else the last node's few NICs set the pace."""
+        return ranks <= self.node_size or ranks % self.node_size == 0
+
     def with_tier(self, index: int, **changes: float) -> Cluster:
         """The same cluster with some numbers of one tier changed."""
         changed = replace(self.tiers[index], **changes)  # type: ignore[arg-type]
@@ -133,6 +137,15 @@ class Placement:
     def top(self) -> int:
         """Index of the highest tier that the group crosses."""
         return next(t for t, members in enumerate(self.members) if members >= self.size)
+
+    def fewest(self, tier: int) -> int:
+        """Members in the emptiest domain of `tier`: what is left for the last one."""
+        return self.size % self.members[tier] or self.members[tier]
+
+    @property
+    def even(self) -> bool:
+        """Whether every domain that the group spans holds as many members, on every tier."""
+        return all(self.size % members == 0 for members in self.members)
 
     def domains(self, tier: int) -> int:
         """Domains of `tier` that the group spans."""

@@ -263,7 +263,7 @@ def _walk(base: Base, asked: Sequence[int], options: Options) -> _Walk:
         base.health.note(retimed)
     if not options.weak:
         points = _to_linear(points, base)
-    return _Walk(tuple(points), tuple(rising(levels) if options.weak else levels), tuple(loads), left_out)
+    return _Walk(tuple(points), tuple(rising(levels, base.cluster) if options.weak else levels), tuple(loads), left_out)
 
 
 SUPERLINEAR = 0.98
@@ -306,11 +306,14 @@ def _retimed(found: Core) -> str:
 
 
 def _lifted(walk: _Walk, base: Base, weak: bool) -> tuple[Point, ...]:
-    """Points whose step never falls with ranks under weak scaling: what fell is lifted to the sizes before, and counted."""
+    """Points whose step never falls with ranks under weak scaling: what fell is lifted to the sizes before, and counted.
+
+    Sizes that leave a node partly filled lift none: filling it helps.
+    """
     out: list[Point] = []
     for point in walk.points:
-        below = [level.step_s for level in walk.levels if level.gpus <= point.gpus]
-        below += [other.p50_s for other in out if other.gpus >= base.ranks]
+        below = [level.step_s for level in walk.levels if level.gpus <= point.gpus and base.cluster.fills(level.gpus)]
+        below += [other.p50_s for other in out if other.gpus >= base.ranks and base.cluster.fills(other.gpus)]
         lift = max(below, default=0.0) - point.p50_s if weak else 0.0
         if lift > 1e-9 * point.p50_s:
             base.health.guessed["sizes whose step was lifted to that of the size before"] += 1

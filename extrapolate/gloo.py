@@ -30,7 +30,7 @@ def ring_rate_Bps(cluster: Cluster, placed: Placement) -> float:
     Sibling groups that cross a tier at the same time share it: each member below brings its own share.
     """
     return min(
-        tier.rate_Bps * (placed.members[t - 1] if t else 1) for t, tier in enumerate(cluster.tiers[: placed.top + 1])
+        tier.rate_Bps * (placed.fewest(t - 1) if t else 1) for t, tier in enumerate(cluster.tiers[: placed.top + 1])
     )
 
 

@@ -2,7 +2,7 @@
 
 Form and constants follow NVIDIA/nccl@5067397 (v2.30.7), src/graph/tuning.cc, with the changes since 2.8. The bandwidths
 are those of the cluster's tiers: a group with k members in a domain owns k shares of the tier above (its siblings
-own the others), so a ring runs at the minimum over the tiers that it crosses of k · rate.
+own the others), so a ring runs at the minimum over the tiers that it crosses of k · rate, k of the emptiest domain.
 """
 
 from __future__ import annotations
@@ -127,11 +127,12 @@ def tuning(version: str) -> Tuning:
 def ring_rate_Bps(cluster: Cluster, placed: Placement, nics: int | None = None) -> float:
     """Bus bandwidth of rings over the group: the minimum over the tiers crossed of members below · rate of a share.
 
+    Every ring passes every domain, so the one with the fewest members, and NICs, sets the pace: the last, if partly filled.
     `nics` caps how many of a node's shares the group drives (a ring with one channel uses one).
     """
     rate = cluster.tiers[0].rate_Bps
     for t in range(1, placed.top + 1):
-        below = placed.members[t - 1]
+        below = placed.fewest(t - 1)
         shares = below if nics is None else min(below, nics * max(1, below // placed.local))
         rate = (
             min(rate, shares * cluster.tiers[t].rate_Bps)
@@ -289,7 +290,7 @@ def _all_to_all(cluster: Cluster, placed: Placement, size_bytes: float) -> list[
     n = placed.size
     wire = 0.0
     for t, tier in enumerate(cluster.tiers[: placed.top + 1]):
-        stays = placed.members[t - 1] if t else 1
+        stays = placed.fewest(t - 1) if t else 1
         wire = max(wire, size_bytes * (n - stays) / n / tier.rate_Bps)
     remote = const.ring_net[2] * US + _extra_hops_s(cluster, placed, True) if placed.nodes > 1 else 0.0
     return [Term("pairwise", "Simple", (const.ring_base[2] + const.ring_nvlink[2]) * US, remote, wire)]

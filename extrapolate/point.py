@@ -273,7 +273,7 @@ def core(base: Base, gpus: int, options: Options) -> Core:
     layout, done = stretch(base, gpus, options)
     graph, timeline = done.graph, done.timeline
     step_s, ideal_s = _step_s(graph, timeline), _step_s(graph, done.ideal)
-    if options.weak and gpus > base.ranks and not base.rebuilt:
+    if options.weak and gpus > base.ranks and not base.rebuilt and base.cluster.fills(base.ranks):
         # More ranks never help under weak scaling; only less intense transfers beside compute would say so.
         lifted_s = max(0.0, base.step_s - step_s)
         step_s, ideal_s = step_s + lifted_s, ideal_s + lifted_s

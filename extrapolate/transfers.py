@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.extrapolate.calibrate import Evidence
-from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.cluster import Cluster, place
 from scaletrace.extrapolate.costs import FAMILY, NOT_TREE, Calibration, Cost, Provenance, collective_seconds
 from scaletrace.jit import jit
 from scaletrace.parse.events import Int32Array, IntArray
@@ -293,8 +293,10 @@ def rescale(
             evens_out[at] = before.last_s > 0 and (grown or before.seconds != after.seconds)
             if evens_out[at]:
                 ratio[at] = after.seconds / (before.seconds - before.last_s)
-            if now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size:
+            larger = now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size
+            if larger and _even(old.groups[was.group], cluster):
                 # More ranks never make the same bytes faster; only a prior beyond a slow measured tier would say so.
+                # Those that fill a partly filled node do.
                 ratio[at] = max(1.0, ratio[at])
         else:
             ratio[at], absolute[at] = 0.0, after.seconds * 1e9
@@ -311,6 +313,10 @@ def rescale(
     was_ns = np.where(evens_out[instance], shortest[instance], dur_ns[nodes])
     out[nodes] = np.round(was_ns * ratio[instance] + absolute[instance]).astype(np.int64)
     return Scaled(out, tuple(costs), moving)
+
+
+def _even(group: GraphGroup, cluster: Cluster) -> bool:
+    return place(group.size, cluster, max(1, group.stride)).even
 
 
 def _wire_share(cost: Cost) -> float:

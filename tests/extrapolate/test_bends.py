@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scaletrace.extrapolate.bends import LARGEST, Bend, Level, dominates, grid, knee, rising
+from scaletrace.extrapolate.cluster import Cluster
 
 
 def _levels(*steps: float) -> list[Level]:
@@ -53,8 +54,10 @@ def test_communication_dominates_between_sizes(shares: tuple[float, ...], expect
 
 
 def test_levels_that_fall_are_lifted() -> None:
-    """Under weak scaling a step never gets shorter."""
-    assert [1.0, 1.2, 1.2] == [level.step_s for level in rising(_levels(1.0, 1.2, 1.1))]
+    """Under weak scaling a step never gets shorter, but where a node that was partly filled is filled."""
+    assert [1.0, 1.2, 1.2] == [level.step_s for level in rising(_levels(1.0, 1.2, 1.1), Cluster.load("dgx_h100"))]
+    partly = [Level(gpus, step, 0.0) for gpus, step in ((8, 1.0), (12, 1.5), (24, 1.1), (48, 1.0))]
+    assert [1.0, 1.5, 1.1, 1.1] == [level.step_s for level in rising(partly, Cluster.load("dgx_h100"))]
     assert expected_range() == knee(_levels(1.0, 1.2, 1.8), 0.8, True).range
 
 

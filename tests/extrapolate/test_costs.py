@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate import catalog
-from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.cluster import Cluster, place
 from scaletrace.extrapolate.costs import FAMILY, Provenance, collective_seconds
 
 H100 = Cluster.load("dgx_h100")
@@ -76,6 +76,28 @@ def test_fewer_nics_than_members_bind_the_group() -> None:
     one = collective_seconds("all_gather", 1 << 34, 384, H100, nics=1)
 
     assert pytest.approx((1 << 34) * 383 / 384 / 48e9) == one.beta_s
+
+
+def test_a_partly_filled_last_node_sets_the_pace() -> None:
+    """With 3 members on the last node rings own 3 NICs of 48 GB/s, with 7 NVLink binds again; one more node full, too."""
+    size = 1 << 34
+    rates = [
+        size * (n - 1) / n / collective_seconds("all_gather", size, n, H100).beta_s / 1e9 for n in (11, 15, 16, 24)
+    ]
+
+    assert [144.0, 336.0, 360.0, 360.0] == [round(rate, 3) for rate in rates]
+    strided = collective_seconds("reduce_scatter", size, 9, H100, stride=2)
+    assert pytest.approx(size * 8 / 9 / 48e9) == strided.beta_s
+
+
+def test_a_leaf_with_few_members_owns_few_links_of_the_spine() -> None:
+    """264 ranks leave 8 of them on the second leaf: above it they have 8 shares, of which 1 in 16 is left."""
+    thin = H100.with_tier(2, oversubscription=16.0)
+    size = 1 << 36
+    part, full = (collective_seconds("all_gather", size, n, thin) for n in (264, 512))
+
+    assert pytest.approx(size * 263 / 264 / (8 * 48e9 / 16)) == part.beta_s
+    assert full.beta_s < part.beta_s / 10
 
 
 def test_oversubscription_of_the_spine_binds_only_groups_that_cross_it() -> None:
@@ -173,18 +195,25 @@ def test_more_bytes_never_cost_less(kind: str, size: int, more: float, ranks: in
     name=st.sampled_from(sorted(PLAIN)),
 )
 def test_one_rank_more_never_costs_less(kind: str, size: int, ranks: int, stride: int, name: str) -> None:
-    """From 7 to 8 to 9 ranks, from one node to two, from a leaf to the spine, where a group doesn't fill its last node."""
+    """From 8 to 9 ranks, from one node to two, from a leaf to the spine: a group that fills its domains costs no more than
+    any larger one. Only filling a partly filled domain may help."""
     cluster = PLAIN[name]
-    base = collective_seconds(kind, size, ranks, cluster, stride=stride).seconds
+    filled = ranks
+    for tier in range(len(cluster.tiers)):
+        inside = place(filled, cluster, stride).members[tier]
+        filled = filled - filled % inside if filled > inside else filled
+    base = collective_seconds(kind, size, filled, cluster, stride=stride).seconds
 
-    assert base <= collective_seconds(kind, size, ranks + 1, cluster, stride=stride).seconds * (1 + 1e-12)
+    for more in (1, ranks + 1 - filled):
+        assert base <= collective_seconds(kind, size, filled + more, cluster, stride=stride).seconds * (1 + 1e-12)
 
 
 @settings(deadline=None)
 @given(size=st.integers(1 << 22, 1 << 34), ranks=st.integers(5, 5000))
 def test_with_reduction_in_the_switch_more_ranks_never_cost_less(size: int, ranks: int) -> None:
-    """From the size of group on from which the switch reduces."""
+    """From the size of group on from which the switch reduces, where nodes are full."""
+    filled = ranks if ranks <= 8 else ranks - ranks % 8
     assert (
-        collective_seconds("all_reduce", size, ranks, H100).seconds
+        collective_seconds("all_reduce", size, filled, H100).seconds
         <= collective_seconds("all_reduce", size, ranks + 1, H100).seconds
     )

@@ -146,6 +146,20 @@ def test_a_group_of_one_gets_the_models_own_time() -> None:
     assert {expected} == set(change.dur_ns[graph.kind == NodeKind.TRANSFER].tolist())
 
 
+def test_ranks_that_fill_a_node_make_a_gather_faster() -> None:
+    """From 11 to 16 ranks a gather of 4 GiB no longer passes the last node's 3 NICs; from 16 to 11 it does."""
+    size = 4 << 30
+    gather = GraphCollective("all_gather", 0, size // 16, size)
+    times = [collective_seconds("all_gather", size, n, H100).seconds for n in (11, 16)]
+    for here, there, ratio in ((11, 16, times[1] / times[0]), (16, 11, times[0] / times[1])):
+        graph = _job([10**9], [gather], [GraphGroup("dp", here, 1)])
+        new = resize(graph, Layout(dp=here), Layout(dp=there))
+        change = rescale(graph, new, graph.dur_ns, H100, None)
+
+        assert (ratio < 0.5) == (there == 16)
+        assert pytest.approx(1e9 * ratio, rel=0.01) == change.dur_ns[graph.kind == NodeKind.TRANSFER].max()
+
+
 def test_latency_bound_transfers_move_data_less_hard() -> None:
     """Of a gather of 1 MiB over 1,024 ranks far less time goes into bytes than over 8."""
     graph = _job([30_000], [GraphCollective("all_gather", 0, 1 << 17, 1 << 20)])

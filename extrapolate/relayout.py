@@ -32,7 +32,7 @@ from scaletrace.extrapolate.rewrite.precision import reduce_gradients
 from scaletrace.extrapolate.rewrite.replicas import with_replicas, without_replicas
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence
 from scaletrace.extrapolate.rewrite.stages import pipeline
-from scaletrace.extrapolate.rewrite.state import State, open_state, recosted
+from scaletrace.extrapolate.rewrite.state import State, open_state, recosted, told
 from scaletrace.extrapolate.rewrite.tp import tensor
 from scaletrace.extrapolate.rewrite.uncut import relaid
 from scaletrace.extrapolate.rewrite.vocabulary import measured_vocabulary, vocabulary
@@ -156,6 +156,8 @@ def _tensor(state: State, target: Layout) -> State:
     wanted = {"whole": "", "": seen if target.tp > 1 else ""}.get(target.vocab, target.vocab)
     if (target.tp, target.sp, wanted) == (old.tp, old.sp, seen):
         return state
+    if seen and not old.vocab:
+        state = told(state, guess=f"the split of embedding and head ({seen}), from the collectives beside them")
     whole = vocabulary(replace(state, layout=replace(old, vocab=seen)), "whole")
     return vocabulary(tensor(whole, target.tp, target.sp), wanted)
 

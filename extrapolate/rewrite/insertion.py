@@ -54,13 +54,24 @@ def inserted(state: State, degree: int, places: Sequence[Place]) -> State:
 
 
 def _placed(anatomy: Anatomy, graph: Graph, origin: Int32Array) -> Anatomy:
-    """Inserted nodes belong to the phase, unit and micro batch of what they stand behind."""
-    phase, unit, batch = anatomy.phase.copy(), anatomy.unit.copy(), anatomy.micro_batch.copy()
-    for node in np.flatnonzero(origin < 0).tolist():
+    """Inserted nodes belong to the phase, unit and micro batch of what they stand behind, or else of what waits for them."""
+    new = np.flatnonzero(origin < 0)
+    like = np.arange(len(graph))
+    like[new] = -1
+    for node in new.tolist():
         before = graph.pred[graph.pred_ptr[node] : graph.pred_ptr[node + 1]]
-        if len(before):
-            for column in (phase, unit, batch):
-                column[node] = column[before[0]]
+        like[node] = like[before[0]] if len(before) else -1
+    if (like[new] < 0).any():
+        behind: dict[int, int] = {}
+        edges = np.flatnonzero(np.isin(graph.pred, new[like[new] < 0]))
+        for src, dst in zip(graph.pred[edges].tolist(), graph.edge_dst[edges].tolist(), strict=True):
+            behind.setdefault(src, dst)
+        for node in new[like[new] < 0][::-1].tolist():
+            like[node] = like[behind[node]] if node in behind else -1
+    phase, unit, batch = anatomy.phase.copy(), anatomy.unit.copy(), anatomy.micro_batch.copy()
+    at = new[like[new] >= 0]
+    for column in (phase, unit, batch):
+        column[at] = column[like[at]]
     return replace(anatomy, phase=phase, unit=unit, micro_batch=batch)
 
 

@@ -7,6 +7,7 @@ gathered for a loss on all of them, or the loss is computed on slices, with thre
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from scaletrace.extrapolate.rewrite.parameters import with_weights
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, passes, stretched
 from scaletrace.extrapolate.rewrite.tp import GRADIENT_BYTES
 from scaletrace.parse.events import BoolArray
+from scaletrace.parse.graph import NodeKind
 
 WHOLE, GATHERED, LOSS = "whole", "gathered", "loss"
 LOSS_BYTES = 4
@@ -56,16 +58,31 @@ def vocabulary(state: State, how: str) -> State:
 
 
 def measured_vocabulary(state: State) -> str:
-    """How the capture's embedding and head are split, by the tensor collectives that it has there; "" for whole."""
+    """How the capture's embedding and head are split, guessed from the tensor collectives that it has there; "" = whole.
+
+    A loss on slices reduces (largest logit, sum, target's logit) behind the last layer, one on all logits gathers them;
+    sequence parallelism gathers the head's input too, which tells neither. Where forward shows nothing there, the loss
+    keeps its slices if backward sums the gradient of the head's input.
+    """
     ends = _ends(state)
-    graph = state.graph
+    graph, anatomy = state.graph, state.anatomy
     own = np.array([axis_of_item(item, graph.groups) == "tp" for item in graph.collectives] + [False], np.bool_)
-    forward = (state.anatomy.phase == int(Phase.FORWARD)) & own[graph.instance]
-    if not (forward & ends.before).any():
+    mine = own[graph.instance] & (graph.kind == int(NodeKind.TRANSFER))
+    forward = mine & (anatomy.phase == int(Phase.FORWARD))
+
+    def kinds(where: BoolArray) -> Counter[str]:
+        return Counter(graph.collectives[i].kind for i in graph.instance[where].tolist())
+
+    before, after = kinds(forward & ends.before), kinds(forward & ends.after)
+    if not before:
         return ""
-    kinds = {graph.collectives[i].kind for i in graph.instance[forward & ends.after].tolist()}
-    tokens = not state.layout.sp
-    return GATHERED if ("all_gather" in kinds and tokens) or (len(kinds) == 1 and "all_gather" not in kinds) else LOSS
+    if after["all_reduce"]:
+        return LOSS
+    keys = np.stack([graph.rank, graph.step, anatomy.micro_batch], axis=1)[forward & ends.before]
+    inputs = len(np.unique(keys, axis=0)) if state.layout.sp or before["reduce_scatter"] else 0
+    if after["all_gather"] > inputs:
+        return GATHERED
+    return LOSS if kinds(mine & ~forward & ends.after) else ""
 
 
 def _ends(state: State) -> _Ends:

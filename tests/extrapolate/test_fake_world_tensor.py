@@ -5,12 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.estimate import Network
+from scaletrace.extrapolate.kernels import Ceilings
+from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.relayout import relayout
-from scaletrace.extrapolate.rewrite.state import State
+from scaletrace.extrapolate.rewrite.state import State, open_state
+from scaletrace.extrapolate.rewrite.vocabulary import measured_vocabulary
+from scaletrace.parse.build import build
 from scaletrace.parse.job import Job
 from scaletrace.parse.load import load
 from tests.extrapolate.test_fake_world import state_of, structure
@@ -176,3 +184,45 @@ def test_a_split_vocabulary_issues_what_pytorch_does(
     target = Layout(fsdp=world // tp, tp=tp, sp=bool(sp), vocab=vocab)
 
     assert issued(record(world, tp, sp, vocab)) == made(relayout(base, target), tp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sp", [0, 1])
+@pytest.mark.parametrize(("target_sp", "target_vocab"), [(0, "gathered"), (1, "gathered"), (0, "loss"), (1, "loss")])
+def test_a_recorded_split_is_recognised_and_changed(
+    record: Recorder, sp: int, target_sp: int, target_vocab: str
+) -> None:
+    """From two tensor ranks with gathered logits to four with any split: what PyTorch issues there."""
+    job = record(8, 2, sp, "gathered")
+    base = state_of(job, Layout(fsdp=4, tp=2, sp=bool(sp)))
+    target = Layout(fsdp=2, tp=4, sp=bool(target_sp), vocab=target_vocab)
+    found = relayout(base, target)
+
+    assert issued(job) == made(base, 2)
+    assert "gathered" == measured_vocabulary(base)
+    assert issued(record(8, 4, target_sp, target_vocab)) == made(found, 4)
+    assert any("split of embedding and head (gathered)" in guess for guess in found.health.guessed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("vocab", ["whole", "gathered", "loss"])
+def test_an_inserted_split_is_recognised_and_lies_in_its_units(record: Recorder, sp: bool, vocab: str) -> None:
+    """What the rewrite inserts tells the split again, and every tensor collective belongs to a unit's pass."""
+    base = state_of(record(8, 1, 0, "whole"), Layout(fsdp=8), mesh_dp_shard="fsdp", default_pg="fsdp")
+    found = relayout(base, Layout(fsdp=4, tp=2, sp=sp, vocab=vocab))
+    graph, anatomy = found.graph, found.anatomy
+    own = np.array([graph.groups[item.group].axis == "tp" for item in graph.collectives] + [False])[graph.instance]
+
+    assert ("" if vocab == "whole" else vocab) == measured_vocabulary(found)
+    assert (anatomy.unit[own] >= 0).all()
+    assert np.isin(anatomy.phase[own], [int(Phase.FORWARD), int(Phase.BACKWARD)]).all()
+
+
+@pytest.mark.slow
+def test_a_loss_on_slices_of_megatron_is_recognised(shared_data: Path) -> None:
+    """Three reductions behind the last layer are those of a loss on slices of the logits."""
+    built = build(load(shared_data / "traces" / "megatron_tp2_v100"))
+    network = Network(Cluster.load("dgx_h100"))
+
+    assert "loss" == measured_vocabulary(open_state(built, Layout(tp=2), network, Ceilings(1e12, 1e12)))

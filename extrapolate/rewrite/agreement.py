@@ -27,11 +27,11 @@ def agreed(graph: Graph, anatomy: Anatomy) -> Anatomy:
     Of as many, a place in forward or backward wins over none. How many collectives were moved together is counted.
     """
     place = np.stack([anatomy.phase, anatomy.unit, anatomy.micro_batch], axis=1).astype(np.int64)
-    chosen = _chosen(graph, anatomy, place)
+    instance, chosen = _chosen(graph, anatomy, place)
     if not len(chosen):
         return anatomy
-    member = np.flatnonzero(np.isin(graph.instance, chosen.index.to_numpy()))
-    into = chosen.loc[graph.instance[member]].to_numpy()
+    member = np.flatnonzero(np.isin(graph.instance, instance))
+    into = chosen[np.searchsorted(instance, graph.instance[member])]
     differs = (place[member] != place[into]).any(axis=1)
     member, into = member[differs], into[differs]
     of_node = np.full(len(graph), -1, np.int64)
@@ -55,8 +55,8 @@ def agreed(graph: Graph, anatomy: Anatomy) -> Anatomy:
     )
 
 
-def _chosen(graph: Graph, anatomy: Anatomy, place: IntArray) -> pd.Series:
-    """For each instance whose members differ, a node that stands where most of them do."""
+def _chosen(graph: Graph, anatomy: Anatomy, place: IntArray) -> tuple[IntArray, IntArray]:
+    """(instances whose members differ, ascending; for each a node that stands where most of them do)."""
     nodes = np.flatnonzero((graph.kind == int(NodeKind.TRANSFER)) & (graph.instance >= 0) & ~anatomy.is_message)
     _, code = np.unique(place[nodes], axis=0, return_inverse=True)
     frame = pd.DataFrame({"instance": graph.instance[nodes], "code": code.reshape(-1), "node": nodes})
@@ -64,4 +64,5 @@ def _chosen(graph: Graph, anatomy: Anatomy, place: IntArray) -> pd.Series:
     split = count[count.duplicated("instance", keep=False)]
     inside = np.isin(anatomy.phase[split["first"]], [int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.RECOMPUTE)])
     best = split.assign(inside=inside).sort_values(["instance", "size", "inside"], kind="stable")
-    return best.drop_duplicates("instance", keep="last").set_index("instance")["first"]
+    best = best.drop_duplicates("instance", keep="last")
+    return best["instance"].to_numpy(np.int64), best["first"].to_numpy(np.int64)

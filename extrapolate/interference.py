@@ -17,8 +17,7 @@ bytes with and without kernels beside them (overlap.py); these are the priors.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from scaletrace.jit import jit
 
 OVERLAP_LOSS = {"hopper": 0.603, "ampere": 0.217}
 """λ by generation of the device."""
@@ -49,12 +48,13 @@ def loss_of(kappa: float, collective_slowdown: float = COLLECTIVE_SLOWDOWN) -> f
     return kappa * (1 + collective_slowdown) / (1 + kappa)
 
 
-def done(share: npt.NDArray[np.float64], slowdown: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """What a kernel or transfer gets done in one second of its run, in seconds that it would take alone; float64[n].
+@jit
+def lost(beside: float, slowdown: float) -> float:
+    """What a kernel or transfer gets less done for spending the share `beside` of its run next to others that slow it.
 
-    share, slowdown  float64[n, k]: the share of its run that it spends beside each kind of neighbour, and the κ or μ there
+    slowdown  their κ or μ. The share of its run that it would take alone is 1 minus the sum over all kinds of neighbours.
     """
-    return np.asarray(1.0 - (share * slowdown / (1.0 + slowdown)).sum(axis=1))
+    return beside * slowdown / (1.0 + slowdown)
 
 
 def prior(generation: str) -> tuple[float, str]:

@@ -3,9 +3,9 @@
 A collective that waits for its members holds multiprocessors and nothing else; one that moves data also takes memory
 bandwidth. The two are measured apart (κ of each, by kernel), since they part ways with scale: a gather over a thousand
 ranks mostly waits for hops. A transfer beside which a kernel runs on one of its ranks is slower by μ. Measured durations
-hold the slowdown of the measured overlap, which is taken out first: dur' = dur · done(f) / done(f'), with f the shares
-of a kernel beside a waiting and beside a moving collective, or of a transfer beside kernels.
-What κ, μ and `done` are is said in interference.py, which holds the priors of a device where a trace can't tell.
+hold the slowdown of the measured overlap, which is taken out first: dur' = dur · (1 - lost(f)) / (1 - lost(f')), with f
+the shares of a kernel beside a waiting and beside a moving collective, or of a transfer beside kernels.
+What κ, μ and `lost` are is said in interference.py, which holds the priors of a device where a trace can't tell.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scaletrace.extrapolate.compute import compute_nodes, device_lanes
-from scaletrace.extrapolate.interference import COLLECTIVE_SLOWDOWN
-from scaletrace.extrapolate.interference import done as rate_of
+from scaletrace.extrapolate.interference import COLLECTIVE_SLOWDOWN, lost
 from scaletrace.jit import jit
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, GraphCollective, NodeKind
@@ -334,8 +333,16 @@ def _drawn(rows: Sequence[Pair], prior: float) -> float:
 
 def apply(dur_ns: IntArray, kappa: Floats, was: Floats, now: Floats) -> IntArray:
     """Durations with the overlap `was` taken out and `now` put in (float64[n, 2]); bits stay where the overlap does."""
-    changed = np.flatnonzero((was != now).any(axis=1))
     out = dur_ns.copy()
-    factor = rate_of(was[changed], kappa[changed]) / rate_of(now[changed], kappa[changed])
-    out[changed] = np.round(dur_ns[changed] * factor).astype(np.int64)
+    _apply(out, kappa, was, now)
     return out
+
+
+@jit
+def _apply(dur_ns: IntArray, kappa: Floats, was: Floats, now: Floats) -> None:
+    for v in range(len(dur_ns)):
+        if was[v, 0] == now[v, 0] and was[v, 1] == now[v, 1]:
+            continue
+        before = 1 - lost(was[v, 0], kappa[v, 0]) - lost(was[v, 1], kappa[v, 1])
+        after = 1 - lost(now[v, 0], kappa[v, 0]) - lost(now[v, 1], kappa[v, 1])
+        dur_ns[v] = np.int64(np.round(dur_ns[v] * before / after))

@@ -29,7 +29,9 @@ from scaletrace.parse.graph import GraphCollective, GraphGroup, NodeKind
 FIRST_EXPERT, LAST_EXPERT = 64, 128
 """Bits of NodeWork.mark: ends of a stretch of experts whose exchanges were taken out."""
 COUNT_BYTES = 8
-_EXPERTS_OWN = re.compile(r"edp|expert|(in|mod)_ep")
+_EXPERTS_OWN = re.compile(r"edp|(?<!shared)(?<!shared[ _.-])expert|(in|mod)_ep", re.IGNORECASE)
+"""Names of groups that hold the same experts, where a group of one rank shows nothing else. Every rank holds a shared
+expert, so its gradients are those of the rest."""
 
 
 def spread_experts(state: State, degree: int, tokens_by_expert: Sequence[float] = (), seed: int = SEED) -> State:
@@ -198,6 +200,9 @@ def _parameters(state: State, old: int, new: int) -> State:
         resized_item(scaled_bytes(item, old / new), groups, out, ()) if item.group in own else item
         for item in state.graph.collectives
     ]
+    named = sorted(groups[index].description for index in own if groups[index].size == 1)
+    for name in named:
+        state = told(state, guess=f"group {name!r} taken for the experts' own by its name, as it has one rank")
     return recosted(state, items, out)
 
 

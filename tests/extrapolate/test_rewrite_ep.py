@@ -279,3 +279,21 @@ def test_replicas_of_shards_are_not_the_groups_of_the_same_experts(experts: Call
     made = spread_experts(replace(state, graph=graph, layout=Layout(dp=2, fsdp=4, ep=4, mbs=4, seq=2048)), 2)
 
     assert (2, 4) == (made.graph.groups[-1].size, made.graph.groups[-1].stride)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("mesh_edp", 2), ("expert_data_parallel", 2), ("MOD_EP", 2), ("shared_expert", 1), ("sharedexpert dp", 1),
+     ("SharedExperts", 1), ("mlp", 1)],
+)  # fmt: skip
+def test_a_group_of_one_rank_is_the_experts_own_only_by_its_name(
+    experts: Callable[..., State], name: str, size: int
+) -> None:
+    """Ranks that hold the same experts grow as experts move together; every rank holds a shared expert. Names are guesses."""
+    state = spread_experts(experts(4), 4)
+    groups = (*state.graph.groups, GraphGroup("dp", 1, 1, 1, name))
+    found = spread_experts(replace(state, graph=replace(state.graph, groups=groups)), 2)
+    guess = f"group {name!r} taken for the experts' own by its name, as it has one rank"
+
+    assert size == found.graph.groups[len(groups) - 1].size
+    assert (size == 2) == (guess in found.health.guessed)

@@ -183,6 +183,7 @@ def cut(
             plans.append(runs)
     loom = weave(graph, piece, rows, anatomy.exact_ns, anatomy.entry)
     starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+    _issue_behind(loom, [copy for row in rows for copy in row])
     held = {rank: sorted({key[3] for key in pieces if key[0] == rank and key[3] >= 0}) for rank in ranks}
     _scale_ends(loom, plan, measured, rows, held, graph.rank)
     again = np.array([copy.team >= program.ranks * (len(model) + 1) for row in rows for copy in row], np.bool_)
@@ -390,6 +391,19 @@ class _Sequence:
         piece = self.pieces.get(key)
         if piece is not None:
             self.row.append(Copy(piece, self.new, team, tag, unit))
+
+
+def _issue_behind(loom: Loom, copies: Sequence[Copy]) -> None:
+    """What ends a unit's own work (its gradients' scatter) is issued when the passes laid before it are done, also where
+    the recorded call that issued it stands in a backward pass."""
+    ends = np.array([copy.tag < 0 <= copy.unit for copy in copies] + [False], np.bool_)
+    arrive = np.flatnonzero((loom.columns["kind"] == int(NodeKind.ARRIVE)) & ends[loom.copy])
+    for node in arrive.tolist():
+        at = int(loom.copy[node]) - 1
+        while at >= 0 and copies[at].rank == copies[at + 1].rank and loom.last[at] < 0:
+            at -= 1
+        if at >= 0 and copies[at].rank == loom.columns["rank"][node] and loom.last[at] >= 0:
+            loom.edge(int(loom.last[at]), node, EdgeKind.HAND_OVER)
 
 
 def _scale_ends(

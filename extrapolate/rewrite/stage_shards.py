@@ -92,7 +92,7 @@ def _held(state: State, rank: int) -> list[int]:
     """Units that a rank works on, in model order."""
     anatomy = state.anatomy
     mine = (state.graph.rank == rank) & (anatomy.unit >= 0) & (anatomy.phase == int(Phase.FORWARD))
-    return np.unique(anatomy.unit[mine]).tolist()
+    return [int(unit) for unit in np.unique(anatomy.unit[mine])]
 
 
 def _fetched(state: State, stages: Sequence[Sequence[int]], held: Mapping[int, list[int]]) -> State:

@@ -25,7 +25,7 @@ from scaletrace.parse.load import load
 from tests.extrapolate import test_fake_world as fake
 
 Recorder = Callable[..., Job]
-record_stage = fake.record_stage
+record, record_stage = fake.record, fake.record_stage
 AXES = {"default_pg": "world", "mesh_dp_shard": "fsdp", "mesh_pp": "pp"}
 
 
@@ -108,12 +108,33 @@ def test_other_stages_gather_and_scatter_what_pytorch_does(
 ) -> None:
     """Each stage has those of its own layers: counts, bytes and order."""
     target = Layout(fsdp=world // ranks, pp=ranks, microbatches=8, schedule=schedule, chunks=chunks)
-    recorded = fake.issued(record_stage(world, home * (world // ranks), schedule, ranks, chunks, 8, 8))
-    expected = [
+    recorded = record_stage(world, home * (world // ranks), schedule, ranks, chunks, 8, 8)
+
+    assert expected_of(recorded) == shards(relayout(four_stages, target), home)
+
+
+def expected_of(job: Job) -> list[tuple[Any, ...]]:
+    """Gathers and scatters of a recorded rank, as `shards` gives them."""
+    return [
         (kind, size, *sides)
-        for (size, _), calls in recorded.items()
+        for (size, _), calls in fake.issued(job).items()
         for kind, *sides in calls
         if kind in ("all_gather", "reduce_scatter")
     ]
 
-    assert expected == shards(relayout(four_stages, target), home)
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "home"),
+    [("1F1B", 1, 0), ("1F1B", 1, 3), ("GPipe", 1, 1), ("LoopedBFS", 2, 2), ("Interleaved1F1B", 2, 1)],
+)
+def test_stages_of_a_sharded_job_scatter_in_the_order_of_pytorch(
+    record: Recorder, record_stage: Recorder, schedule: str, chunks: int, home: int
+) -> None:
+    """From FSDP alone, whose backward pass scatters the last layer first, to stages, which scatter the first one first."""
+    base = record(2, "--strategy", "fsdp2", "--layers", "8", "--batch", "1")
+    state = fake.state_of(base, Layout(fsdp=2), default_pg="fsdp")
+    target = Layout(fsdp=2, pp=4, microbatches=8, schedule=schedule, chunks=chunks)
+    recorded = record_stage(8, 2 * home, schedule, 4, chunks, 8, 8)
+
+    assert expected_of(recorded) == shards(relayout(state, target), home)

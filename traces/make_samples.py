@@ -27,19 +27,22 @@ STRAGGLER_DELAY_MS = 50
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One folder of `samples/`: a strategy at a world size."""
+    """One folder of `samples/`: a strategy at a world size, with so many layers of a width."""
 
     name: str
     strategy: str
     ranks: int
     delay_ms: int = 0
+    layers: int = 1
+    width: int = 192
 
 
 SAMPLES = (
     *(Sample(f"{strategy}_w{ranks}", strategy, ranks) for strategy in ("ddp", "fsdp2") for ranks in (1, 2, 4)),
     Sample("ddp_straggler_w4", "ddp", 4, STRAGGLER_DELAY_MS),
+    Sample("ddp_layers_w2", "ddp", 2, layers=4, width=256),
 )
-SIZE = ("--layers", "1", "--width", "192", "--sequence", "64", "--batch", "4")
+SIZE = ("--sequence", "64", "--batch", "4")
 
 
 def scrub(text: bytes, name: str) -> bytes:
@@ -54,6 +57,7 @@ def record(sample: Sample, folder: Path) -> None:
     """Run the job and leave rank{R}.json.gz and fr_rank{R}.json.gz in `folder`, one thread a rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(sample.ranks), "--rdzv-backend"]
     command += ["c10d", "--rdzv-endpoint", "127.0.0.1:0", str(RECORDER), "--record", str(folder), *SIZE]
+    command += ["--layers", str(sample.layers), "--width", str(sample.width)]
     command += ["--strategy", sample.strategy, "--delay-ms", str(sample.delay_ms)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)

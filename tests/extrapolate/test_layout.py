@@ -1,11 +1,23 @@
 """Layouts: what their text means, what they refuse, and which ranks form which group."""
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletrace.errors import UsageError
-from scaletrace.extrapolate.layout import MESH, Layout, Span, divisors
+from scaletrace.extrapolate.layout import (
+    _ALIASES,
+    EXCHANGES,
+    MESH,
+    PRECISIONS,
+    VOCABULARIES,
+    Layout,
+    Span,
+    divisors,
+)
 
 
 def test_text_names_axes_and_choices() -> None:
@@ -102,3 +114,12 @@ def test_divisors_are_complete() -> None:
     """Divisors come ascending and without gaps."""
     assert divisors(12) == (1, 2, 3, 4, 6, 12)
     assert divisors(1) == (1,)
+
+
+def test_every_key_is_explained() -> None:
+    """The page on layouts has each key, and each other spelling that is understood."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "layouts.md").read_text(encoding="utf-8")
+    table = page.partition("## What a layout says")[2].partition("## Search")[0]
+
+    assert [] == [field.name for field in fields(Layout) if f"`{field.name}`" not in table]
+    assert [] == [name for name in (*_ALIASES, *EXCHANGES, *VOCABULARIES, *PRECISIONS) if f"`{name}`" not in table]

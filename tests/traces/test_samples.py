@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.estimate import Network
+from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.relayout import relayout
+from scaletrace.extrapolate.rewrite.state import open_state
+from scaletrace.parse.build import build
+from scaletrace.parse.load import load
 from scaletrace.traces.make_samples import SAMPLES, Sample, scrub
 
 EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
@@ -44,12 +51,14 @@ def test_each_trace_says_who_it_is_and_holds_three_steps(samples: Path, sample: 
 
 @EVERY
 def test_all_ranks_issue_the_same_collectives(samples: Path, sample: Sample) -> None:
-    """Ranks of a data-parallel job call the same collectives in the same order: 2 a step in DDP, 9 in FSDP2."""
+    """Ranks of a data-parallel job call the same collectives in the same order: 2 a step in DDP, 13 of four
+    layers, 9 in FSDP2."""
     orders = []
     for rank in range(sample.ranks):
         trace = read(samples / sample.name / f"rank{rank}.json.gz")
         orders.append([event["name"] for event in spans(trace, "c10d::")])
-    per_step = 2 if sample.strategy == "ddp" else 9 if sample.ranks > 1 else 0
+    of_ddp = 13 if sample.layers == 4 else 2
+    per_step = of_ddp if sample.strategy == "ddp" else 9 if sample.ranks > 1 else 0
     assert [orders[0]] * sample.ranks == orders
     assert 3 * per_step == len(orders[0])
 
@@ -78,6 +87,18 @@ def test_the_straggler_makes_the_others_wait(samples: Path) -> None:
     late_ms = [(last - max(others)) / 1e6 for *others, last in zip(*starts, strict=True)]
     expected = [True] * 3
     assert expected == [late > 25 for late in late_ms]
+
+
+def test_the_layers_of_a_sample_can_be_rewritten(samples: Path) -> None:
+    """From `ddp_layers_w2` four layers are found, and depth, a pipeline, tensor ranks and another width can be asked for."""
+    built = build(load(samples / "ddp_layers_w2"))
+    state = open_state(built, Layout(dp=2), Network(Cluster.load("gloo_10g")))
+    asked = ("layers=8", "pp=4,mbs=1,microbatches=4", "tp=4", "hidden=512", "pp=2,tp=2,mbs=2,microbatches=2")
+    made = [relayout(state, Layout.parse(f"dp=2,{text}")).layout for text in asked]
+
+    assert 4 == state.anatomy.layers
+    assert [8, 0, 0, 0, 0] == [layout.layers for layout in made]
+    assert [(1, 1), (4, 1), (1, 4), (1, 1), (2, 2)] == [(layout.pp, layout.tp) for layout in made]
 
 
 def test_samples_name_no_machine(samples: Path) -> None:

@@ -40,7 +40,11 @@ def search_tables(doc: Document) -> list[RenderableType]:
     big = doc.get("too_large")
     if big:
         need, step = units.size(big["memory_bytes"]), units.seconds(big["step_time_s"])
-        out.append(Text(f"too large: {degrees(big['layout'])} would take {step} a step but needs {need} a GPU"))
+        out.append(
+            Text(
+                f"too large: {degrees(big['layout'])} ({_beside(big['layout'])}) would take {step} a step but needs {need} a GPU"
+            )
+        )
     out += [Text(line) for line in _legend(doc, rows)]
     out += [Text(f"not rewritten, {line}", style="yellow") for line in _not_rewritten(rows)]
     return out + [Text(f"note: {units.clean(note, 600)}", style="yellow") for note in doc["health"].get("notes") or ()]
@@ -118,6 +122,19 @@ def degrees(layout: Document) -> str:
     return ",".join(words) or "dp=1"
 
 
+def _micro_batches(layout: Document) -> str:
+    """Samples of a micro batch × micro batches of a step."""
+    return f"{layout.get('mbs', 1)}×{layout.get('microbatches', 1)}"
+
+
+def _beside(layout: Document) -> str:
+    """What tells layouts of the same degrees apart, in a few words."""
+    words = [_micro_batches(layout)]
+    words += [schedule(layout)] if layout.get("pp", 1) != 1 else []
+    words += [f"recompute {layout['recompute']}"] if layout.get("recompute", "none") != "none" else []
+    return ", ".join(words)
+
+
 def schedule(layout: Document) -> str:
     """How a pipeline runs: 1F1B, interleaved ×2, a dash without one."""
     if layout.get("pp", 1) == 1:
@@ -139,7 +156,7 @@ def _fastest(rows: Sequence[Document]) -> tuple[Table, list[Column]]:
     lines = []
     for number, row in enumerate(rows, 1):
         layout = row["layout"]
-        cells = [_place(number, row), degrees(layout), f"{layout.get('mbs', 1)}×{layout.get('microbatches', 1)}"]
+        cells = [_place(number, row), degrees(layout), _micro_batches(layout)]
         cells += [schedule(layout)] if piped else []
         cells += [str(layout.get("recompute", units.MISSING))] if again else []
         cells += [units.seconds(row["step_time_s"])]

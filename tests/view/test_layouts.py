@@ -63,10 +63,12 @@ def test_a_rewritten_step_stands_beside_the_estimate_and_is_explained() -> None:
 
 
 def test_what_is_faster_but_too_large_is_named() -> None:
-    """Memory as the reason is shown with what would be needed."""
-    doc = answer(too_large={"layout": {"tp": 8, "dp": 2}, "memory_bytes": 1.82e11, "step_time_s": 9.0})
+    """Memory as the reason is shown with what would be needed, and what tells it from a row of the same degrees."""
+    layout = {"tp": 8, "dp": 2, "pp": 2, "mbs": 2, "microbatches": 4, "recompute": "full"}
+    doc = answer(too_large={"layout": layout, "memory_bytes": 1.82e11, "step_time_s": 9.0})
 
-    assert "too large: dp=2,tp=8 would take 9 s a step but needs 182 GB" in " ".join(shown(doc))
+    told = "too large: dp=2,tp=8,pp=2 (2×4, 1F1B, recompute full) would take 9 s a step but needs 182 GB"
+    assert told in " ".join(" ".join(shown(doc)).split())
 
 
 def test_the_headline_names_the_winner_by_replay() -> None:

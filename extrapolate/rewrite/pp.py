@@ -15,6 +15,7 @@ import numpy as np
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.anatomy import MESSAGES, Anatomy
+from scaletrace.extrapolate.described.stages import layers_by_chunk
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES
@@ -103,17 +104,20 @@ class Stages:
 
 
 def split_units(anatomy: Anatomy, stages: int, counts: Sequence[int] = ()) -> Stages:
-    """Cut the layers into `stages` equal runs (or `counts` layers each); what comes before goes to the first, what
-    comes after to the last. Raises UsageError where they don't divide."""
+    """Cut the layers into `stages` runs; what comes before goes to the first, what comes after to the last.
+
+    counts: layers of each; default: equal, and where they don't divide, the first and last get fewer (layers_by_chunk).
+    Raises UsageError for fewer layers than stages, or counts that don't add up.
+    """
     layers = [unit for unit, is_layer in enumerate(anatomy.is_layer) if is_layer]
     if stages == 1 and not counts:
         return Stages((tuple(range(len(anatomy.units))),))
     if not counts:
-        if not layers or len(layers) % stages:
+        if len(layers) < stages:
             raise UsageError(
-                f"{len(layers)} layers can't be cut into {stages} equal stages; take a divisor or say how many each gets"
+                f"{len(layers)} layers can't be cut into {stages} stages; take at most {max(1, len(layers))}"
             )
-        counts = [len(layers) // stages] * stages
+        counts = layers_by_chunk(len(layers), stages)
     if len(counts) != stages or sum(counts) != len(layers) or min(counts) < 0:
         raise UsageError(f"{list(counts)} layers a stage don't add up to {len(layers)} layers on {stages} stages")
     bounds = np.concatenate([[0], np.cumsum(counts)])

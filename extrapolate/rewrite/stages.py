@@ -10,7 +10,7 @@ from scaletrace.extrapolate.rewrite.pp import cut, split_units
 from scaletrace.extrapolate.rewrite.schedules import Program, build
 from scaletrace.extrapolate.rewrite.stage_buckets import staged_buckets
 from scaletrace.extrapolate.rewrite.stage_shards import at_home, staged
-from scaletrace.extrapolate.rewrite.state import State, message_ns
+from scaletrace.extrapolate.rewrite.state import State, message_ns, told
 from scaletrace.extrapolate.rewrite.uncut import relaid
 from scaletrace.parse.health import Health
 
@@ -37,6 +37,9 @@ def _cut(source: State, program: Program, layout: Layout, counts: Sequence[int])
     if program.ranks == recorded == 1:
         return laid(source, program, counts=counts)
     units = split_units(source.anatomy, program.stages, counts).units
+    each = [sum(source.anatomy.is_layer[unit] for unit in stage) for stage in units]
+    if len(set(each)) > 1 and not counts:
+        source = told(source, f"The stages hold {', '.join(map(str, each))} layers: {sum(each)} don't divide.")
     ready = staged_buckets(at_home(source, units), units)
     return staged(laid(ready, program, counts=counts), program, units, recorded)
 

@@ -16,6 +16,8 @@ from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.pipeline_log import measured_program, predict, read_pipeline_log, stage_times
 from scaletrace.extrapolate.rewrite.pp import cut, pipeline_graph, split_units, template
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, bubble_units, build
+from scaletrace.extrapolate.rewrite.stages import pipeline
+from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 from scaletrace.replay.engine import replay
 
@@ -228,16 +230,39 @@ def test_further_micro_batches_repeat_the_middle(new: int, measured: int, expect
     assert expected == [template(i, new, measured) for i in range(new)]
 
 
-def test_layers_that_do_not_divide_are_refused_or_counted(layered: Layered) -> None:
-    """Four layers on three stages need to be told how many go where."""
+def test_layers_that_do_not_divide_leave_the_ends_short(layered: Layered) -> None:
+    """Four layers on three stages: embedding and head make up for a layer; fewer layers than stages are refused."""
     _, anatomy = layered(4, 1)
-    with pytest.raises(UsageError, match="4 layers can't be cut into 3 equal stages"):
-        split_units(anatomy, 3)
-    with pytest.raises(UsageError, match="don't add up to 4 layers"):
-        split_units(anatomy, 3, [1, 1, 1])
     expected = ((0, 1), (2, 3), (4, 5))
 
-    assert expected == split_units(anatomy, 3, [1, 2, 1]).units
+    assert expected == split_units(anatomy, 3).units
+    with pytest.raises(UsageError, match="4 layers can't be cut into 5 stages; take at most 4"):
+        split_units(anatomy, 5)
+
+
+def test_layers_of_each_stage_may_be_given(layered: Layered) -> None:
+    """Counts that don't add up are refused."""
+    _, anatomy = layered(4, 1)
+    expected = ((0, 1), (2,), (3, 4, 5))
+
+    assert expected == split_units(anatomy, 3, [1, 1, 2]).units
+    with pytest.raises(UsageError, match="don't add up to 4 layers"):
+        split_units(anatomy, 3, [1, 1, 1])
+
+
+def test_uneven_stages_are_told(stateful: Callable[..., State]) -> None:
+    """Five layers on two stages are two and three, the longer one sets the pace, and the report says so."""
+    state = stateful(5, 8, 1, launch_ns=0, gap_ns=0, optimizer_ns=0)
+    made = pipeline(state, 2)
+    slow = 3 * 100 + 10
+    steady = 8 * 3 * slow
+
+    assert "The stages hold 2, 3 layers: 5 don't divide." in made.health.notes
+    assert (
+        steady
+        <= replay(replace(made.graph, dur_ns=np.where(made.anatomy.is_message, 0, made.graph.dur_ns))).makespan_ns
+    )
+    assert [] == [note for note in pipeline(made, 1).health.notes if "divide" in note]
 
 
 def write_log(folder: Path, ranks: int, m: int, forward: float, backward: float, head: float) -> list[Path]:

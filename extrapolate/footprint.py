@@ -191,7 +191,10 @@ class Footprint:
         """Why the shapes of operators don't tell the memory, "" where they do."""
         traced = self.traced
         if traced is None or not (traced.weights and traced.activations):
-            return f"no peak was recorded (profile_memory=True) and activations are not known: {self.missing}"
+            record = (
+                "" if "record_shapes" in self.missing else "; shapes of all operators (record_shapes=True) tell more"
+            )
+            return f"no peak was recorded (profile_memory=True) and activations are not known: {self.missing}{record}"
         low, high = ACCOUNTED
         if self.parameters and not low <= traced.elements / self.parameters <= high:
             return (

@@ -72,25 +72,6 @@ class Program:
         """The action after which the gradient of the stage's input is there."""
         return Action(stage, I if (stage, micro_batch) in self.split else B, micro_batch)
 
-    def finds_gradients(self, stage: int, resharded: bool) -> bool:
-        """Whether PyTorch finds gradients for a sharded stage's weights, so that it scatters any.
-
-        A split backward looks its weights up when the input part begins. Where forward gave them away again (`resharded`)
-        and no backward has fetched them since, it finds shards, which are not in the graph, and the weight part computes
-        nothing (`stage_backward_input` of torch 2.13). Stage 0 runs its whole backward as the weight part.
-        """
-        gathered = not resharded
-        for action in self.actions[self.rank_of_stage[stage]]:
-            if action.stage != stage or action.op is W:
-                continue
-            if action.op is F:
-                gathered = not resharded
-            elif stage == 0 or gathered or action.op is B:
-                return True
-            else:
-                gathered = True
-        return False
-
     def needs(self, action: Action) -> tuple[Action, ...]:
         """The compute actions, of this rank or a neighbour, whose results `action` reads."""
         stage, op, batch = action

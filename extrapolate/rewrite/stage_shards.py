@@ -1,7 +1,7 @@
 """Turns the gathers and scatters of a sharded job that was cut into a pipeline into those that its stages issue.
 
 PyTorch's stages keep their parameters gathered after a backward pass and scatter gradients once, behind their last: a
-pass gathers only what the pass before it gave away, which a forward does where parameters are resharded behind it.
+pass gathers only what was given away before it (fetches).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.rewrite.buckets import is_gradient
 from scaletrace.extrapolate.rewrite.data import sharded_elements
+from scaletrace.extrapolate.rewrite.fetches import fetches
 from scaletrace.extrapolate.rewrite.removal import without_collectives
 from scaletrace.extrapolate.rewrite.schedules import Op, Program, actions_of
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told, whole_bytes
@@ -40,19 +41,19 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]], reco
     stage = stage_of[anatomy.unit]
     drop = np.zeros(len(state.graph), np.bool_)
     lost: list[int] = []
+    done = [fetches(program, rank, reshards) for rank in range(program.ranks)]
     for number in range(program.stages):
+        fetched = done[program.rank_of_stage[number]]
         row = [a for a in program.actions[program.rank_of_stage[number]] if a.stage == number and a.op is not Op.WEIGHT]
         mine = stage == number
-        gathered = False
         for action in row:
             here = (
                 mine & (anatomy.micro_batch == action.micro_batch) & (forward if action.op is Op.FORWARD else backward)
             )
-            if gathered:
+            if action not in fetched.passes:
                 drop |= here & gathers
-            gathered = not reshards or action.op is not Op.FORWARD
         last = row[-1].micro_batch if row else -1
-        if not program.finds_gradients(number, reshards):
+        if number not in fetched.finds:
             lost.append(number)
             drop |= mine & (scatters | replicas)
         drop |= mine & backward & (scatters | replicas) & (anatomy.micro_batch != last)

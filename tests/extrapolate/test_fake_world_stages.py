@@ -45,7 +45,7 @@ def laid(state: State, home: int) -> Counter[tuple[str, int]]:
     [(8, 4, "1F1B", 1, 1), (8, 4, "1F1B", 1, 0), (8, 4, "GPipe", 1, 2), (8, 4, "1F1B", 1, 3), (8, 4, "Interleaved1F1B", 2, 1),
      (8, 4, "LoopedBFS", 2, 3), (8, 4, "InterleavedZeroBubble", 2, 1), (8, 4, "InterleavedZeroBubble", 2, 3),
      (8, 4, "InterleavedZeroBubble", 1, 3), (8, 4, "ZBVZeroBubble", 2, 0), (8, 4, "ZBVZeroBubble", 2, 3),
-     (8, 4, "DualPipeV", 2, 0), (64, 8, "ZBVZeroBubble", 2, 0), (64, 8, "1F1B", 1, 3), (1024, 8, "1F1B", 1, 5)],
+     (8, 4, "DualPipeV", 2, 0), (4, 2, "Interleaved1F1B", 4, 1), (4, 2, "InterleavedZeroBubble", 4, 0), (64, 8, "ZBVZeroBubble", 2, 0), (64, 8, "1F1B", 1, 3), (1024, 8, "1F1B", 1, 5)],
 )  # fmt: skip
 def test_stages_gather_and_scatter_what_pytorch_does(
     record: Recorder, record_stage: Recorder, world: int, ranks: int, schedule: str, chunks: int, home: int

@@ -182,16 +182,3 @@ def test_all_schedules_of_pytorch_are_covered() -> None:
     expected = [get_schedule_class(name).__name__.removeprefix("Schedule") for name in SCHEDULES]
 
     assert expected == list(SCHEDULES)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "lost"),
-    [("1F1B", 1, []), ("DualPipeV", 2, []), ("ZBVZeroBubble", 2, [7]), ("InterleavedZeroBubble", 2, [7]),
-     ("InterleavedZeroBubble", 1, [3])],
-)  # fmt: skip
-def test_split_backwards_find_no_weights_that_forward_gave_away(schedule: str, chunks: int, lost: list[int]) -> None:
-    """Stages all of whose input backwards follow a forward scatter nothing, unless weights stay gathered."""
-    program = build(schedule, 4, 8, chunks)
-
-    assert lost == [stage for stage in range(program.stages) if not program.finds_gradients(stage, resharded=True)]
-    assert all(program.finds_gradients(stage, resharded=False) for stage in range(program.stages))

@@ -160,6 +160,8 @@ def stretch(base: Base, gpus: int, options: Options) -> tuple[Layout, Stretched]
             share = overlap.overlap_share(new, timeline.start_ns, timeline.end_ns, change.moving, base.plan)
             durations = overlap.apply(plain, kappa, base.share, share)
             timeline = replay(new, durations)
+        # Only compute is free of what more overlap costs: transfers have the kernels beside them that they have.
+        ideal = replay(new, np.where(new.kind == NodeKind.TRANSFER, durations, plain))
     change = replace(change, dur_ns=durations)
     return layout, Stretched(new, change, timeline, ideal, base, plain, part, retimed)
 

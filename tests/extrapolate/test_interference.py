@@ -63,3 +63,4 @@ def test_a_sharded_job_stretched_a_hundredfold_is_the_described_one(tmp_path: Pa
     truth = [plan(described(gpus)).step_ns(1) / 1e9 for gpus in (8, 64, 1024)]
 
     assert truth == [pytest.approx(point.p50_s, rel=0.02) for point in curve.points]
+    assert all(point.ideal_overlap_s < point.p50_s for point in curve.points[1:])

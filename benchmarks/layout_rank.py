@@ -199,10 +199,11 @@ class RingAttention(torch.autograd.Function):
     """PyTorch's templated ring attention around the attention of the CPU, which its dispatcher leaves out."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Any) -> Tensor:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = _ring()._templated_ring_attention(dist.group.WORLD, 2, flash, query, key, value, is_causal=True)
+        out, lse = _ring()._templated_ring_attention(group, 2, flash, query, key, value, is_causal=True)
         ctx.save_for_backward(query, key, value, out, lse)
+        ctx.group = group
         kept: Tensor = out
         return kept
 
@@ -210,11 +211,11 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
         found = _ring()._templated_ring_attention_backward(
-            dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            ctx.group, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
             grad_out=grads[0].contiguous(), grad_out_name="grad_out", query=query, key=key, value=value, out=out,
             logsumexp=lse, is_causal=True, dropout_p=0.0,
         )  # fmt: skip
-        return found[:3]
+        return *found[:3], None
 
 
 def _ring() -> Any:
@@ -232,10 +233,11 @@ class Attending(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.feed = Layer(ns, inner)
+        self.group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(x).view(1, len(x), 3, HEADS, WIDTH // HEADS).transpose(1, 3).unbind(2)
-        mixed = RingAttention.apply(*parts)
+        mixed = RingAttention.apply(*parts, self.group)
         out: Tensor = self.feed(x + self.out(mixed.transpose(1, 2).reshape(len(x), WIDTH)))
         return out
 
@@ -250,10 +252,12 @@ def job(mode: str, tp: int, micro_batches: int, tokens: int, ns: int, inner: int
     if mode == "pp":
         return pipeline(model, rank, world, micro_batches, x)
     if mode == "cp":
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
         from torch.distributed.tensor.experimental import _attention
 
         _attention.set_rotate_method("allgather")
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+        for part in model:
+            part.group = mesh.get_group()
     if mode in ("tp", "fsdp_tp", "ddp") and world > 1:
         mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp_shard", "tp"))
     if mode in ("megatron", "ddp") and tp > 1:

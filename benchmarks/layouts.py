@@ -74,7 +74,8 @@ class Job:
     def layout(self) -> str:
         """As scaletrace writes it; one sample of `tokens` tokens is one micro batch."""
         seq = self.tokens * (self.ranks if self.mode == "cp" else 1)
-        rest = f"mbs=1,seq={seq},microbatches={self.micro_batches}" + ",recompute=full" * self.checkpoint
+        rest = f"mbs=1,seq={seq},microbatches={self.micro_batches}"
+        rest += f",recompute={'full' if self.checkpoint else 'none'}"
         axes = {
             "tp": f"tp={self.tp}",
             "megatron": f"tp={self.tp}",
@@ -87,7 +88,7 @@ class Job:
         return f"{axes[self.mode]},{rest}"
 
 
-SMALL = {"tokens": 64, "ns": 1280, "inner": 1}
+SMALL, WIDE = {"tokens": 64, "ns": 1280, "inner": 1}, {"tokens": 64, "ns": 320, "inner": 4}
 CASES = (
     (Job("tp", 2, tp=2), Job("tp", 4, tp=4)),
     (Job("megatron", 2, tp=2, **SMALL), Job("megatron", 4, tp=4, **SMALL)),
@@ -98,10 +99,10 @@ CASES = (
     (Job("fsdp_tp", 2), Job("fsdp_tp", 4, tp=2)),
     (Job("tp", 2, tp=2), Job("tp", 2, tp=2, tokens=512)),
     (Job("pp", 2, 1, 4), Job("pp", 4, 1, 4)),
-    (Job("ddp", 2, **SMALL), Job("ddp", 4, tp=2, **SMALL)),
-    (Job("ddp", 2, **SMALL), Job("ddp", 2, micro_batches=2, **SMALL)),
-    (Job("ddp", 2, **SMALL), Job("ddp", 2, checkpoint=1, **SMALL)),
-    (Job("ddp", 2, checkpoint=1, **SMALL), Job("ddp", 2, **SMALL)),
+    (Job("ddp", 2, **WIDE), Job("ddp", 4, tp=2, **WIDE)),
+    (Job("ddp", 2, **WIDE), Job("ddp", 2, micro_batches=2, **WIDE)),
+    (Job("ddp", 2, **WIDE), Job("ddp", 2, checkpoint=1, **WIDE)),
+    (Job("ddp", 2, checkpoint=1, **WIDE), Job("ddp", 2, **WIDE)),
     (Job("ep", 2, **SMALL), Job("ep", 4, **SMALL)),
     (Job("cp", 2, **SMALL), Job("cp", 4, tokens=32, ns=1280, inner=1)),
 )

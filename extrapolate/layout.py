@@ -70,8 +70,8 @@ class Layout:
     seq               tokens a sample; 0 = as measured
     schedule, chunks  pipeline schedule (PyTorch's name, "" = as measured or 1F1B) and stages a rank
     sp                sequence parallelism beside tp: norms and residuals split over tensor ranks
-    recompute         "selective" (attention only) or "full" activation checkpointing; "none" = as measured, and none
-                      where nothing was; "off" takes a measured one away
+    recompute         "selective" (attention only) or "full" activation checkpointing; "none" = as measured; "off", in
+                      text also recompute=none, takes a measured one away
     zero              0 … 3: what plain dp ranks shard among them (1 optimizer, 2 gradients, 3 parameters)
     layers, hidden    depth and width of the model; 0 = as measured
     vocab             how tensor ranks share embedding and head: "whole" on each, "gathered" (slices of the vocabulary,
@@ -220,6 +220,8 @@ class Layout:
 
 
 def _value(name: str, value: str, part: str) -> Any:
+    if name == "recompute" and value == "none":
+        return "off"  # who writes it wants none; the field's own "none" leaves it as measured
     if name in ("schedule", "recompute", "grads", "vocab", "exchange"):
         return value
     if name == "sp" and value.lower() in ("0", "1", "true", "false", "yes", "no"):

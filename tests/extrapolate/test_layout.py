@@ -110,6 +110,13 @@ def test_what_is_open_is_taken_from_the_measured_layout() -> None:
     assert expected == Layout.parse("fsdp=16,microbatches=8").over(measured)
 
 
+def test_no_recomputation_is_what_one_writes_and_as_measured_what_one_leaves_out() -> None:
+    """recompute=none takes a measured checkpointing away, as does off; without the key it stays."""
+    measured = Layout(tp=2, recompute="full")
+    written = [Layout.parse(text).over(measured).recompute for text in ("recompute=none", "recompute=off", "tp=4")]
+    assert ["off", "off", "full"] == written
+
+
 def test_divisors_are_complete() -> None:
     """Divisors come ascending and without gaps."""
     assert divisors(12) == (1, 2, 3, 4, 6, 12)

@@ -23,9 +23,9 @@ from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import Layout, degrees, measured_layout
 from scaletrace.extrapolate.noise import measure_noise
-from scaletrace.extrapolate.origin import CPU, DEVICE_ERROR, Origin, on_network, origin_of
+from scaletrace.extrapolate.origin import CPU, DEVICE_ERROR, Origin, origin_of
 from scaletrace.extrapolate.overlap import Slowdown
-from scaletrace.extrapolate.recorded import FASTER, beyond_line_rate, carried, faster, same_network
+from scaletrace.extrapolate.recorded import carry, same_network, seen_on
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.buckets import rebucket
 from scaletrace.extrapolate.rewrite.data import Shape
@@ -215,58 +215,52 @@ def prepare(
         health.note(origin.said(cluster))
     health.add(built.job.health)
     health.add(built.health)
-    named = cluster is not None
-    if cluster is None:
-        cluster = recorded or origin.cluster
-        if recorded is None:
-            health.note(f"Cluster {cluster.name} is a guess from the trace; name another with --cluster.")
-    moves = origin.network_moves(cluster)
-    here = recorded or (origin.cluster if moves else cluster)
+    there = cluster or recorded or origin.cluster
+    if cluster is None and recorded is None:
+        health.note(f"Cluster {there.name} is a guess from the trace; name another with --cluster.")
+    moves = origin.network_moves(there)
+    here = recorded or (origin.cluster if moves else there)
     ranks = max(built.job.world_size, len(real_ranks(built.graph)))
     graph = cautions.unnamed(built.job, with_groups(built.graph, ranks, health), health)
     graph = replace(graph, instance=instance_of_hubs(graph))
     timeline, alone = _replayed(graph, here)
-    alone = _beside_nothing(graph, timeline, alone, slowdown)
-    more = list(more_evidence)
-    found = evidence(graph, alone)
-    if recorded is None and named and not moves and here.backend == "gloo":
-        here = _as_fast(found, here, health)
-    differs = not moves and not same_network(here, cluster)
-    moves = moves or differs
-    found += [] if moves else more
+    free = _beside_nothing(graph, timeline, alone, slowdown)
+    found, more = evidence(graph, free), list(more_evidence)
+    if recorded is None and cluster is not None and not moves:
+        here = seen_on(found, here, health)
+    carries = not moves and not same_network(here, there)
+    found += [] if moves or carries else more
     calibration = calibrate(found, here)
-    graph = with_sizes(graph, alone, here, health)
+    graph = with_sizes(graph, free, here, health)
     layout = measured_layout(graph, ranks)
     certainty = cautions.axes(built.job, graph, layout, health)
-    anatomy = dissect(built)
-    footprint = footprint_of(built, graph, anatomy, layout, health)
-    if moves:
-        spent = np.where(graph.kind == NodeKind.TRANSFER, alone, graph.dur_ns)
-        kept = carried(calibration, here, cluster) if differs and here.backend == cluster.backend else Calibration()
-        graph = replace(graph, dur_ns=on_network(graph, spent, here, calibration, cluster, kept if kept.fits else None))
-        own = calibrate(more, cluster)
-        calibration = Calibration({**kept.fits, **own.fits}, {**kept.algorithms, **own.algorithms})
-        if differs:
-            health.note(
-                f"CARRIED: recorded on {here.name}, predicted for {cluster.name}: transfers follow the ratio of the models "
-                "of the two networks, so even the measured size is modelled."
-            )
-    cautions.costs(found if not moves else more, cluster, health)
+    if moves or carries:
+        graph, calibration = carry(graph, alone, here, there, calibration, more, carries, health)
+        found = more
+    cautions.costs(found, there, health)
     measured = _Measured(
-        built.job, Asked(asked, bucket_bytes, noise, slowdown, units, strong), cluster, calibration, origin,
-        _fit(built, ranks), footprint, more if moves else found, ranks, layout,
-        origin.compute_moves(cluster), health, certainty, moves,
+        built.job, Asked(asked, bucket_bytes, noise, slowdown, units, strong), there, calibration, origin,
+        _fit(built, ranks), footprint_of(built, graph, dissect(built), layout, health), found, ranks, layout, origin.compute_moves(there), health, certainty,
+        moves or carries,
     )  # fmt: skip
-    if asked is not None:
-        _check_sharding(graph, asked, layout)
     cautions.straggler(replay(built.graph), health)
+    return _ready(measured, built, graph)
+
+
+def _ready(measured: _Measured, built: Built, graph: Graph) -> Base:
+    """The base of a graph of the measured job with groups and sizes, by way of a State where its layout changes."""
+    asked, layout = measured.asked, measured.measured_layout
+    if asked.layout is not None:
+        _check_sharding(graph, asked.layout, layout)
     copies = shard_copies(built)
-    if not (strong or measured.moves_compute or (asked is not None and _other_axes(asked, layout))):
-        marks = _Marks(anatomy.phase == Phase.OPTIMIZER, copies, None)
-        graph, marks = _with_gradients(graph, marks, anatomy, footprint, health)
-        cautions.data_axis(graph, health)
-        return _assembled(measured, graph, marks, layout, 0.0)
-    return _with_state(measured, replace(built, graph=graph), copies)
+    other = asked.layout is not None and _other_axes(asked.layout, layout)
+    if asked.strong or measured.moves_compute or other:
+        return _with_state(measured, replace(built, graph=graph), copies)
+    anatomy = dissect(built)
+    marks = _Marks(anatomy.phase == Phase.OPTIMIZER, copies, None)
+    graph, marks = _with_gradients(graph, marks, anatomy, measured.footprint, measured.health)
+    cautions.data_axis(graph, measured.health)
+    return _assembled(measured, graph, marks, layout, 0.0)
 
 
 def _with_state(measured: _Measured, built: Built, copies: ShardCopies) -> Base:
@@ -368,18 +362,6 @@ def _beside_nothing(graph: Graph, timeline: Timeline, dur_ns: IntArray, given: f
     share[graph.kind != NodeKind.TRANSFER] = 0.0
     found = 0.0 if given == 0 else overlap.transfer_slowdown(graph, share, dur_ns)
     return overlap.apply(dur_ns, np.full_like(share, found), share, np.zeros_like(share))
-
-
-def _as_fast(found: Sequence[Evidence], cluster: Cluster, health: Health) -> Cluster:
-    """The cluster, or one with links as fast as the trace's transfers ran, where its own can't have carried them."""
-    times = beyond_line_rate(found, cluster)
-    if times < FASTER:
-        return cluster
-    health.note(
-        f"Transfers of the trace ran at {times:.3g} times the line rate of {cluster.name}, so it was not recorded there; "
-        "it is taken for a network of that rate. Name it with --recorded-on."
-    )
-    return faster(cluster, times)
 
 
 def _slowdown(measured: Slowdown, given: float | None) -> Slowdown:

@@ -14,9 +14,13 @@ from dataclasses import replace
 import numpy as np
 
 from scaletrace.extrapolate import gloo
-from scaletrace.extrapolate.calibrate import Evidence
+from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Tier, place
 from scaletrace.extrapolate.costs import Calibration, Fit
+from scaletrace.extrapolate.origin import on_network
+from scaletrace.parse.events import IntArray
+from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.parse.health import Health
 
 LARGE_BYTES = 256 << 10
 """What a rank receives of vectors of this size takes longer than a host's clock and scheduler get wrong."""
@@ -39,6 +43,46 @@ def beyond_line_rate(found: Sequence[Evidence], cluster: Cluster) -> float:
             term = min(gloo.candidates(item.kind, item.size_bytes, placed, plain), key=lambda term: term.seconds)
             speeds.append(term.wire_s / item.seconds)
     return float(np.median(speeds)) if speeds else 0.0
+
+
+def seen_on(found: Sequence[Evidence], cluster: Cluster, health: Health) -> Cluster:
+    """The cluster, or one with links as fast as a trace's gloo transfers ran, where its own can't have carried them."""
+    times = beyond_line_rate(found, cluster) if cluster.backend == "gloo" else 0.0
+    if times < FASTER:
+        return cluster
+    health.note(
+        f"Transfers of the trace ran at {times:.3g} times the line rate of {cluster.name}, so it was not recorded there; "
+        "it is taken for a network of that rate. Name it with --recorded-on."
+    )
+    return faster(cluster, times)
+
+
+def carry(
+    graph: Graph,
+    alone_ns: IntArray,
+    here: Cluster,
+    there: Cluster,
+    fitted: Calibration,
+    more: Sequence[Evidence],
+    same_hosts: bool,
+    health: Health,
+) -> tuple[Graph, Calibration]:
+    """The graph with its transfers as they would be `there`, and what is known of costs there.
+
+    alone_ns    int64[n], of transfers as they would be alone on their rank's link
+    fitted      what the trace tells of costs `here`;  more  evidence of `there`
+    same_hosts  only links differ, so that what the trace tells of hosts stays
+    """
+    kept = carried(fitted, here, there) if same_hosts and here.backend == there.backend else Calibration()
+    spent = np.where(graph.kind == NodeKind.TRANSFER, alone_ns, graph.dur_ns)
+    graph = replace(graph, dur_ns=on_network(graph, spent, here, fitted, there, kept if kept.fits else None))
+    own = calibrate(more, there)
+    if same_hosts:
+        health.note(
+            f"CARRIED: recorded on {here.name}, predicted for {there.name}: transfers follow the ratio of the models of "
+            "the two networks, so even the measured size is modelled."
+        )
+    return graph, Calibration({**kept.fits, **own.fits}, {**kept.algorithms, **own.algorithms})
 
 
 def faster(cluster: Cluster, times: float) -> Cluster:

@@ -325,7 +325,10 @@ def test_what_a_lone_rank_sends_to_itself_is_no_data_axis(shared_data: Path) -> 
 
 
 def test_utilisation_counts_the_layers_asked_for(shared_data: Path) -> None:
-    """Where the model is not known, FLOP of another depth are not those of the measured one: none are given."""
+    """Though the family of the model is not known, FLOP of eight layers are four times those of the two whose products
+    were recorded, and those of the head stay."""
     job = load(shared_data / "gloo" / "tp_w1")
+    of_layers, of_head = 3_145_728.0, 229_376.0
 
-    assert extrapolate(job, sizes=[4], layout=Layout(layers=8)).points[0].unknown["mfu"].startswith("FLOP of a step")
+    assert of_layers + of_head == prepare(job).flop_per_step
+    assert 4 * of_layers + of_head == prepare(job, asked=Layout(layers=8)).flop_per_step

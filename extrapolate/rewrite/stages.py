@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.rewrite.messages import MessageTime, Streamed
 from scaletrace.extrapolate.rewrite.pp import cut, split_units
 from scaletrace.extrapolate.rewrite.schedules import Program, build
 from scaletrace.extrapolate.rewrite.stage_buckets import staged_buckets
 from scaletrace.extrapolate.rewrite.stage_shards import at_home, staged
-from scaletrace.extrapolate.rewrite.state import State, message_ns, told
+from scaletrace.extrapolate.rewrite.state import QUICK, State, message_ns, told
 from scaletrace.extrapolate.rewrite.uncut import relaid
+from scaletrace.extrapolate.steps import step_times_ns
+from scaletrace.parse.graph import Graph
 from scaletrace.parse.health import Health
+from scaletrace.replay.engine import replay
+
+SLOWEST = 0.9
+"""Quantile of the measured messages above which none is taken for what messages take."""
+SHORT = 0.02
+"""What the measured schedule, laid anew, may fall short of the measured step by before slower messages are tried."""
+TRIES = 5
 
 
 def pipeline(
@@ -66,7 +78,7 @@ def laid(
         state.graph,
         state.anatomy,
         program,
-        message_ns(state),
+        _message_ns(state),
         columns=state.columns,
         stages=split_units(state.anatomy, program.stages, counts) if counts else None,
         model=model,
@@ -88,3 +100,32 @@ def laid(
         columns=tuple(tuple(home * width + column for home in range(program.ranks)) for column in range(width)),
         health=health,
     )
+
+
+def _message_ns(state: State) -> MessageTime:
+    """Time of a message: of gloo's the quick ones', or as much more as lets the measured schedule take as long as it did.
+
+    Between hosts that are busy, many messages wait for a thread to be woken; then the quick ones say too little.
+    """
+    quick, layout = message_ns(state), state.layout
+    if layout.pp == 1 or not isinstance(quick, Streamed):
+        return quick
+    program = build(layout.pipeline_schedule, layout.pp, layout.microbatches, layout.chunks)
+    wanted_ns = (1 - SHORT) * _step_ns(state.graph)
+
+    def falls_short(time: MessageTime) -> bool:
+        made = cut(state.graph, state.anatomy, program, time, columns=state.columns)
+        return _step_ns(made.graph) < wanted_ns
+
+    if not falls_short(quick):
+        return quick
+    low, high = QUICK, SLOWEST
+    for _ in range(TRIES):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falls_short(message_ns(state, middle)) else (low, middle)
+    return message_ns(state, high)
+
+
+def _step_ns(graph: Graph) -> float:
+    timeline = replay(graph)
+    return float(np.median(step_times_ns(graph, timeline.start_ns, timeline.end_ns)))

@@ -132,11 +132,15 @@ def _columns(ranks: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], ...
     return out
 
 
-def message_ns(state: State) -> MessageTime:
+QUICK = 0.25
+"""Quantile of gloo's messages that stood behind none of the other direction (messages.Streamed)."""
+
+
+def message_ns(state: State, quantile: float = QUICK) -> MessageTime:
     """Time of a message between stages: the measured one stretched by the cost model, the model alone without one.
 
-    A message of unknown size (0 bytes) takes the measured time as it is. Of gloo's the quicker ones are taken (lower
-    quartile), since others stood behind messages of the other direction (messages.Streamed).
+    A message of unknown size (0 bytes) takes the measured time as it is.
+    quantile: which of gloo's measured messages counts; of others the median does
     """
     graph = state.graph
     streamed = state.network.cluster.backend == "gloo"
@@ -148,7 +152,7 @@ def message_ns(state: State) -> MessageTime:
     longest = np.zeros(len(graph.collectives) + 1)
     np.maximum.at(longest, graph.instance[nodes], graph.dur_ns[nodes])
     seen = longest[np.unique(graph.instance[nodes])]
-    measured = float(np.quantile(seen, 0.25 if streamed else 0.5)) if len(nodes) else 0.0
+    measured = float(np.quantile(seen, quantile if streamed else 0.5)) if len(nodes) else 0.0
     sizes = [max(graph.collectives[i].bytes_in, graph.collectives[i].bytes_out) for i in graph.instance[nodes].tolist()]
     size = float(np.median(sizes)) if sizes else 0.0
     stride = max(1, state.layout.span("pp").stride)

@@ -16,9 +16,9 @@ from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES
 from scaletrace.extrapolate.rewrite.batch import attention_of
-from scaletrace.extrapolate.rewrite.insert import by_place, neighbours, pruned
+from scaletrace.extrapolate.rewrite.insert import by_place, neighbours
 from scaletrace.extrapolate.rewrite.loom import Woven, reopen
-from scaletrace.extrapolate.rewrite.removal import without_nodes
+from scaletrace.extrapolate.rewrite.removal import pruned, without_nodes
 from scaletrace.extrapolate.rewrite.schedules import Program, build
 from scaletrace.extrapolate.rewrite.stages import laid
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told
@@ -63,7 +63,7 @@ def _without(state: State) -> State:
     mine = np.array([name.endswith(AGAIN) for name in state.graph.names] + [False], np.bool_)[state.graph.name]
     if mine.any():
         out = without_nodes(state, mine)
-        return replace(out, graph=pruned(out.graph))
+        return replace(out, graph=pruned(out.graph, (), lambda name: name.endswith(AGAIN), lambda _: False))
     return laid(state, _program(state), recompute=False)
 
 

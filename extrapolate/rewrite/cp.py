@@ -28,10 +28,10 @@ from scaletrace.extrapolate.rewrite.insert import (
     merged,
     multiplied,
     neighbours,
-    pruned,
     removed,
     shared,
     spread_groups,
+    uninserted,
 )
 from scaletrace.extrapolate.rewrite.removal import without_nodes
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, passes, recosted, told
@@ -279,4 +279,4 @@ def _without_inserted_gradients(state: State) -> State:
     """The state without what `_gradients` put in, which the new degree decides anew."""
     own = np.array([lane.name == LANES["dp"] for lane in state.graph.lanes] + [False], np.bool_)[state.graph.lane]
     out = without_nodes(state, own)
-    return replace(out, graph=pruned(out.graph)) if own.any() else state
+    return replace(out, graph=uninserted(out.graph)) if own.any() else state

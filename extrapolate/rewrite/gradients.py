@@ -16,7 +16,7 @@ from scaletrace.extrapolate.kernels import Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout
 from scaletrace.extrapolate.rewrite.loom import Loom, Woven, reopen
-from scaletrace.extrapolate.rewrite.removal import without_nodes
+from scaletrace.extrapolate.rewrite.removal import pruned, without_nodes
 from scaletrace.extrapolate.rewrite.state import State, told
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
@@ -73,20 +73,7 @@ def without_gradients(state: State) -> State:
     if not own.any():
         return state
     out = without_nodes(state, own)
-    return replace(out, graph=_pruned(out.graph))
-
-
-def _pruned(graph: Graph) -> Graph:
-    """The graph without the collectives, group, lanes and name that the insertion brought and no node uses."""
-    collectives = graph.collectives[: int(graph.instance.max(initial=-1)) + 1]
-    groups, lanes, names = list(graph.groups), list(graph.lanes), list(graph.names)
-    while groups and groups[-1].description == LANE and all(item.group != len(groups) - 1 for item in collectives):
-        groups.pop()
-    while lanes and lanes[-1].name == LANE and not (graph.lane == len(lanes) - 1).any():
-        lanes.pop()
-    while names and names[-1] == NAME and not (graph.name == len(names) - 1).any():
-        names.pop()
-    return replace(graph, collectives=collectives, groups=tuple(groups), lanes=tuple(lanes), names=tuple(names))
+    return replace(out, graph=pruned(out.graph, (LANE,), NAME.__eq__, lambda group: group.description == LANE))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from scaletrace.extrapolate.kernels import Ceilings, Shape, anchored
 from scaletrace.extrapolate.rewrite.loom import Loom, reopen
-from scaletrace.extrapolate.rewrite.removal import without_nodes
+from scaletrace.extrapolate.rewrite.removal import pruned, without_nodes
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
@@ -168,7 +168,7 @@ def merged(state: State) -> State:
         work=replace(state.work, shape=tuple(shapes)),
     ).with_durations()
     out = without_nodes(whole_state, drop)
-    return replace(out, graph=pruned(out.graph))
+    return replace(out, graph=uninserted(out.graph))
 
 
 def shared(
@@ -200,20 +200,17 @@ def removed(state: State, axis: str) -> State:
     What waited for a collective on its own stream alone now waits for what the collective waited for.
     """
     out = without_nodes(state, nodes_of_axis(state, axis))
-    return replace(out, graph=pruned(out.graph))
+    return replace(out, graph=uninserted(out.graph))
 
 
-def pruned(graph: Graph) -> Graph:
-    """The graph without collectives, groups, lanes and names that no node uses any more, as far as they come last."""
-    used = graph.instance[graph.instance >= 0]
-    collectives = graph.collectives[: int(used.max(initial=-1)) + 1]
-    held = max((item.group for item in collectives), default=-1)
-    groups = graph.groups
-    while len(groups) > held + 1 and groups[-1].axis in LANES and groups[-1].description == groups[-1].axis:
-        groups = groups[:-1]
-    lanes = graph.lanes[: int(graph.lane.max(initial=-1)) + 1]
-    names = graph.names[: int(graph.name.max(initial=-1)) + 1]
-    return replace(graph, collectives=collectives, groups=groups, lanes=lanes, names=names)
+def uninserted(graph: Graph) -> Graph:
+    """The graph without what insertions brought and no node uses any more."""
+    return pruned(
+        graph,
+        LANES.values(),
+        lambda name: name.endswith(PART) or name.split(" ")[0] in LANES,
+        lambda group: group.axis in LANES and group.description == group.axis,
+    )
 
 
 def level_of(state: State, axis: str) -> float:

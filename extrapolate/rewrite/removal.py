@@ -7,6 +7,7 @@ wrappers of DTensor around them.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from scaletrace.extrapolate.rewrite.select import keep_nodes, spliced
 from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
-from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
+from scaletrace.parse.graph import EdgeKind, Graph, GraphGroup, NodeKind
 
 _CALL = re.compile(r"^(c10d|_c10d_functional)::")
 _WRAPPER = re.compile(
@@ -86,3 +87,23 @@ def _any(graph: Graph, nodes: Int32Array | IntArray) -> BoolArray:
 
 def _named(graph: Graph, pattern: re.Pattern[str]) -> BoolArray:
     return np.array([bool(pattern.search(name)) for name in graph.names] + [False], np.bool_)[graph.name]
+
+
+def pruned(
+    graph: Graph, lanes: Collection[str], is_name: Callable[[str], bool], is_group: Callable[[GraphGroup], bool]
+) -> Graph:
+    """The graph without the collectives, groups, lanes and names of an insertion that no node uses any more, as far as
+    they come last; what the trace itself brought stays, used or not."""
+    collectives = graph.collectives[: int(graph.instance.max(initial=-1)) + 1]
+    kept_groups, kept_lanes, kept_names = list(graph.groups), list(graph.lanes), list(graph.names)
+    held = max((item.group for item in collectives), default=-1)
+    lane, name = int(graph.lane.max(initial=-1)), int(graph.name.max(initial=-1))
+    while len(kept_groups) > held + 1 and is_group(kept_groups[-1]):
+        kept_groups.pop()
+    while len(kept_lanes) > lane + 1 and kept_lanes[-1].name in lanes:
+        kept_lanes.pop()
+    while len(kept_names) > name + 1 and is_name(kept_names[-1]):
+        kept_names.pop()
+    return replace(
+        graph, collectives=collectives, groups=tuple(kept_groups), lanes=tuple(kept_lanes), names=tuple(kept_names)
+    )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scaletrace.extrapolate.rewrite.removal import without_nodes
+from scaletrace.extrapolate.rewrite.removal import pruned, without_nodes
 from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import (
@@ -105,14 +105,7 @@ def without_replicas(state: State) -> State:
     if not own.any():
         return state
     out = without_nodes(state, own)
-    graph = out.graph
-    lanes = tuple(lane for lane in graph.lanes if lane.name != LANE)
-    names = graph.names[:-1] if graph.names[-1] == NAME else graph.names
-    kept = graph.collectives[: int(graph.instance.max(initial=-1)) + 1]
-    last = len(graph.groups) - 1
-    unused = graph.groups[last].axis == "dp" and all(item.group != last for item in kept)
-    groups = graph.groups[:last] if unused else graph.groups
-    return replace(out, graph=replace(graph, groups=groups, collectives=kept, lanes=lanes, names=names))
+    return replace(out, graph=pruned(out.graph, (LANE,), NAME.__eq__, lambda group: group.axis == "dp"))
 
 
 def _inserted(graph: Graph) -> BoolArray:

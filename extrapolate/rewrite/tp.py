@@ -15,7 +15,6 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Shape, Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.nodework import Mark, NodeWork, Role, Weight
-from scaletrace.extrapolate.rewrite.insertion import Place, followers, inserted, without_tensor_collectives
 from scaletrace.extrapolate.rewrite.parameters import with_weights
 from scaletrace.extrapolate.rewrite.state import (
     State,
@@ -24,6 +23,7 @@ from scaletrace.extrapolate.rewrite.state import (
     stretched,
     told,
 )
+from scaletrace.extrapolate.rewrite.tensor_collectives import Place, followers, inserted, without_tensor_collectives
 from scaletrace.parse.events import BoolArray
 from scaletrace.parse.graph import GraphGroup, NodeKind
 

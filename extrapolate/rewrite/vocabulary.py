@@ -16,9 +16,9 @@ from scaletrace.errors import UsageError
 from scaletrace.extrapolate.kernels import Shape, Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.nodework import Role, Weight
-from scaletrace.extrapolate.rewrite.insertion import Place, followers, inserted, without_tensor_collectives
 from scaletrace.extrapolate.rewrite.parameters import with_weights
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, passes, stretched
+from scaletrace.extrapolate.rewrite.tensor_collectives import Place, followers, inserted, without_tensor_collectives
 from scaletrace.extrapolate.rewrite.tp import GRADIENT_BYTES
 from scaletrace.parse.events import BoolArray
 from scaletrace.parse.graph import NodeKind

@@ -1,7 +1,7 @@
 """Turns a state into one with collectives of the tensor axis put between its nodes, or with all of them taken out.
 
-What is taken out takes along the host work that only it needed: the calls that issued it, the waits for it, and the
-wrappers of DTensor around them.
+A place lies between two nodes of the host; collectives of the other inner axes, which have a place in a chain of
+kernels and shorten it, are put in by `insert`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.rewrite.loom import Loom, reopen
-from scaletrace.extrapolate.rewrite.removal import without_collectives
+from scaletrace.extrapolate.rewrite.removal import pruned, without_collectives
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told
 from scaletrace.parse.events import BoolArray, Int32Array
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
@@ -125,17 +125,11 @@ def without_tensor_collectives(state: State, where: BoolArray | None = None) -> 
     own = np.array([axis_of_item(item, graph.groups) == "tp" for item in graph.collectives] + [False], np.bool_)
     drop = own[graph.instance] & (True if where is None else where)
     out = without_collectives(state, np.asarray(drop, np.bool_), wrappers=where is None)
-    return replace(out, graph=_pruned(out.graph)) if drop.any() else state
-
-
-def _pruned(graph: Graph) -> Graph:
-    """The graph without the collectives, groups, lanes and names that only an insertion brought, as far as they come last."""
-    collectives = graph.collectives[: int(graph.instance.max(initial=-1)) + 1]
-    groups, lanes, names = list(graph.groups), list(graph.lanes), list(graph.names)
-    while groups and groups[-1].axis == "tp" and all(item.group != len(groups) - 1 for item in collectives):
-        groups.pop()
-    while lanes and lanes[-1].name == LANE and not (graph.lane == len(lanes) - 1).any():
-        lanes.pop()
-    while names and names[-1].startswith(PREFIX) and not (graph.name == len(names) - 1).any():
-        names.pop()
-    return replace(graph, collectives=collectives, groups=tuple(groups), lanes=tuple(lanes), names=tuple(names))
+    return (
+        replace(
+            out,
+            graph=pruned(out.graph, (LANE,), lambda name: name.startswith(PREFIX), lambda group: group.axis == "tp"),
+        )
+        if drop.any()
+        else state
+    )

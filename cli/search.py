@@ -84,7 +84,7 @@ def search(
         if json_:
             print_json(answer)
         elif quiet:
-            out.print(str(ranking.rows[0].estimate.layout))
+            out.print(str(ranking.rows[0].estimate.layout), soft_wrap=True)
         else:
             show(answer)
 

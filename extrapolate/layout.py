@@ -273,6 +273,25 @@ def measured_layout(graph: Graph, ranks: int) -> Layout:
     return replace(known, ep=degree) if known.data_ranks * known.cp % degree == 0 else known
 
 
+def renamed(groups: Sequence[GraphGroup], layout: Layout) -> tuple[tuple[GraphGroup, ...], list[str]]:
+    """Groups whose axis the layout says is not in use, under the one axis that it has as many ranks on instead.
+
+    Axes are inferred from what groups do, which can't tell some apart: keys and values of context ranks travel by
+    all-to-all as tokens of experts do. An axis that another group has already is not given twice.
+    Returns the groups, and what was renamed in words.
+    """
+    out, said = list(groups), []
+    shown = {group.axis for group in groups if group.size > 1 and group.size == getattr(layout, group.axis, 0)}
+    for index, group in enumerate(groups):
+        if group.size < 2 or group.axis not in AXES or getattr(layout, group.axis) > 1:
+            continue
+        fits = [axis for axis in MESH if axis not in shown and getattr(layout, axis) == group.size]
+        if len(fits) == 1:
+            out[index] = replace(group, axis=fits[0])
+            said.append(f"Groups of {group.size} taken for {group.axis} are {fits[0]}, as the layout says.")
+    return tuple(out), sorted(set(said))
+
+
 def _of_same_experts(group: GraphGroup, experts: GraphGroup, others: Sequence[GraphGroup]) -> bool:
     """Whether a data group joins every ep-th rank of a larger data group: they hold the same experts."""
     if group.axis not in DATA_AXES or experts.size < 2 or group.stride != experts.stride * experts.size:

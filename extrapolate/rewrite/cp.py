@@ -59,13 +59,19 @@ def spread_context(state: State, degree: int, exchange: str = "") -> State:
         return replace(state, layout=named)
     level = level_of(state, "cp")
     parts = _recorded_parts(state)
-    out = merged(removed(_without_inserted_gradients(state), "cp")) if old > 1 else state
+    bare = _without_inserted_gradients(state) if old > 1 else state
+    recorded_so = old > 1 and not any(lane.name == LANES["cp"] for lane in state.graph.lanes)
+    never_reduced = recorded_so and not _reduces(state)
+    out = merged(removed(bare, "cp")) if old > 1 else state
     out = _divided(out, old, degree, parts)
     out = _over_more_ranks(out, old, degree)
     out = replace(out, layout=named)
     if degree > 1:
         out = _exchanged(out, degree, wanted, level, parts)
-        out = _gradients(out, degree)
+        if never_reduced:
+            out = told(out, "The measured context ranks reduce no gradients, so none are reduced over more of them.")
+        else:
+            out = _gradients(out, degree)
     return multiplied(out, old, degree)
 
 
@@ -245,10 +251,16 @@ def _parts(opened: Insertion, each: _Attention, behind: Int32Array) -> Sequence[
     return parts
 
 
+def _reduces(state: State) -> bool:
+    """Whether the job has collectives over its data ranks, or all of them."""
+    groups = state.graph.groups
+    return any(item.group >= 0 and groups[item.group].axis in (*DATA_AXES, "world") for item in state.graph.collectives)
+
+
 def _gradients(state: State, degree: int) -> State:
     """Gradients of a job without data ranks are reduced over context ranks: one all-reduce behind each unit's backward."""
-    graph, anatomy = state.graph, state.anatomy
-    if any(item.group >= 0 and graph.groups[item.group].axis in (*DATA_AXES, "world") for item in graph.collectives):
+    anatomy = state.anatomy
+    if _reduces(state):
         return state
     if not anatomy.parameters.sum():
         return told(state, "No weights are known, so the reduction of gradients over context ranks is missing.")

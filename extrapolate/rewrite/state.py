@@ -18,7 +18,7 @@ from scaletrace.extrapolate.inferred import with_inferred_shapes
 from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.latency import with_latency
 from scaletrace.extrapolate.layers import Phase
-from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.layout import Layout, renamed
 from scaletrace.extrapolate.nodework import NodeWork, Stretch, node_work, retime
 from scaletrace.extrapolate.recompute import how_much, like_forward, marked, with_recompute
 from scaletrace.extrapolate.rewrite.agreement import agreed
@@ -84,7 +84,8 @@ def told(state: State, sentence: str = "", guess: str = "") -> State:
 
 def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceilings | None = None) -> State:
     """The state of a measured job; micro batch and length are read from its shapes where the layout leaves them open."""
-    built, again = with_recompute(built)
+    groups, said = renamed(built.graph.groups, layout)
+    built, again = with_recompute(replace(built, graph=replace(built.graph, groups=groups)) if said else built)
     anatomy = agreed(built.graph, marked(dissect(built, layout), again))
     work = like_forward(built.graph, anatomy, node_work(built, anatomy, layout.tp))
     if not (layout.mbs and layout.seq):
@@ -103,6 +104,8 @@ def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceiling
     health = Health()
     health.add(anatomy.health)
     health.add(work.health)
+    for sentence in said:
+        health.note(sentence)
     ranks = [trace.rank for trace in built.job.ranks]
     return State(
         built.graph, anatomy, work, layout, network, ceilings, _columns(ranks, layout),

@@ -17,7 +17,9 @@ from scaletrace.extrapolate.layout import (
     Layout,
     Span,
     divisors,
+    renamed,
 )
+from scaletrace.parse.graph import GraphGroup
 
 
 def test_text_names_axes_and_choices() -> None:
@@ -115,6 +117,16 @@ def test_no_recomputation_is_what_one_writes_and_as_measured_what_one_leaves_out
     measured = Layout(tp=2, recompute="full")
     written = [Layout.parse(text).over(measured).recompute for text in ("recompute=none", "recompute=off", "tp=4")]
     assert ["off", "off", "full"] == written
+
+
+def test_a_stated_layout_renames_groups_whose_axis_was_inferred() -> None:
+    """All-to-all between context ranks looks like that of experts; an axis that another group has is not given twice."""
+    taken, data = GraphGroup("ep", 2, 1), GraphGroup("dp", 4, 2)
+    groups, said = renamed((taken, data), Layout(cp=2, dp=4))
+    assert ("cp", "dp") == tuple(group.axis for group in groups)
+    assert ["Groups of 2 taken for ep are cp, as the layout says."] == said
+    assert ((taken, data), []) == renamed((taken, data), Layout(dp=8, ep=2))
+    assert (taken, GraphGroup("cp", 2, 4)) == renamed((taken, GraphGroup("cp", 2, 4)), Layout(cp=2, dp=4))[0]
 
 
 def test_divisors_are_complete() -> None:

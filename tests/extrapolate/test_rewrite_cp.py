@@ -13,8 +13,8 @@ from scaletrace.extrapolate.layout import EXCHANGES, Layout
 from scaletrace.extrapolate.nodework import Role
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.batch import attention_of, resize_micro_batch
-from scaletrace.extrapolate.rewrite.cp import measured_exchange, spread_context
-from scaletrace.extrapolate.rewrite.insert import PART
+from scaletrace.extrapolate.rewrite.cp import _without_inserted_gradients, measured_exchange, spread_context
+from scaletrace.extrapolate.rewrite.insert import LANES, PART
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence
 from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.parse.graph import NodeKind
@@ -139,6 +139,18 @@ def test_a_job_without_data_ranks_reduces_gradients_over_context_ranks(stateful:
     assert sorted(2 * state.anatomy.parameters.astype(int)) == sorted(size for _, size, _ in found)
     assert len(found) == int((made.graph.kind[waits] == int(NodeKind.TRANSFER)).sum()) or len(waits)
     assert same(replace(state.graph, groups=()), spread_context(made, 1).graph)
+
+
+def test_context_ranks_that_were_recorded_without_a_reduction_get_none(stateful: Stateful) -> None:
+    """A capture with context ranks but no gradients between them keeps it so over more of them, and says so."""
+    there = spread_context(stateful(4, 1, **BIG), 2)
+    lanes = tuple(replace(lane, name="recorded") if lane.name == LANES["cp"] else lane for lane in there.graph.lanes)
+    assert exchanged(there, "dp")
+    kept = _without_inserted_gradients(replace(there, graph=replace(there.graph, lanes=lanes)))
+    wider = spread_context(kept, 4)
+
+    assert [] == exchanged(wider, "dp")
+    assert any("reduce no gradients" in note for note in wider.health.notes)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

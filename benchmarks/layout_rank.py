@@ -6,7 +6,6 @@ it is killed.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -24,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.cluster.priority import ahead
+from benchmarks.cluster.priority import ahead, urgent
 
 WIDTH, LAYERS, EXPERTS, HEADS = 256, 8, 4, 4
 WARM_UP, STEPS, RECORDED = 4, 20, 5
@@ -63,10 +62,11 @@ def waited_for_a_core_ns() -> int:
 
 
 def sweep(out: Path) -> None:
-    """Time all-reduces of some sizes: what is known of the network beforehand."""
-    _settle()
+    """Time all-reduces of some sizes between two hosts that do nothing else: what is known of the network beforehand."""
+    urgent()
+    dist.barrier()
     seconds: dict[int, list[float]] = {}
-    for size in itertools.cycle(SWEEP_BYTES) if "BESIDE" in os.environ else SWEEP_BYTES:
+    for size in SWEEP_BYTES:
         tensor = torch.zeros(size // 4)
         for _ in range(SWEEPS):
             dist.barrier()

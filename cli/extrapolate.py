@@ -10,6 +10,7 @@ import typer
 
 from scaletrace.cli.common import MOST_GPUS, document, err, exit_codes, in_range, out, print_json
 from scaletrace.cli.reading import read_job, reads_captures
+from scaletrace.cli.targets import spare
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,6 +76,7 @@ def extrapolate(
         sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
         evidence, unread = _nccl_tests(nccl_tests or [])
         options = _options(given) | {"sizes": sizes, "evidence": evidence}
+        spare([path, cluster, recorded_on, *(nccl_tests or [])], output)
         built = build(read_job(path))
         with progress("stretching the job", err):
             curve = stretch(built, **options)

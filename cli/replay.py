@@ -9,6 +9,7 @@ import typer
 
 from scaletrace.cli.common import document, exit_codes, out, print_json
 from scaletrace.cli.reading import read_job, reads_captures
+from scaletrace.cli.targets import spare
 
 if TYPE_CHECKING:
     from scaletrace.replay.result import ReplayResult
@@ -37,6 +38,7 @@ def replay(
         from scaletrace.replay.result import replay_job
 
         chosen = parse_ranks(ranks) if ranks else None
+        spare([path], None if no_trace else output, graphml)
         result = replay_job(read_job(path))
         if not len(result.built.graph):
             raise InputError(f"{path}: nothing to replay, the trace holds no work; see scaletrace inspect")

@@ -10,6 +10,7 @@ import typer
 
 from scaletrace.cli.common import document, err, exit_codes, out, print_json
 from scaletrace.cli.reading import read_job, reads_captures
+from scaletrace.cli.targets import spare
 from scaletrace.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def report(
         from scaletrace.view.progress import progress
         from scaletrace.view.report import write_plots, write_report
 
+        spare(paths, output)
         answers = []
         with progress("reading", err) as advance:
             for done, path in enumerate(paths):

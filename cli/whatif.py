@@ -9,6 +9,7 @@ import typer
 
 from scaletrace.cli.common import document, exit_codes, out, print_json
 from scaletrace.cli.reading import read_job, reads_captures
+from scaletrace.cli.targets import spare
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,6 +64,7 @@ def whatif(
         from scaletrace.replay.whatif import whatif as ask
 
         parsed = [parse_rule(rule) for rule in rules]
+        spare([path], None if no_trace else output)
         built = build(read_job(path))
         found = ask(built.graph, parsed, arbitrate=arbitrate, slowdown=slowdown)
         health = built.job.health.to_json()

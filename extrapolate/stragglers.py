@@ -48,7 +48,10 @@ class Noise:
 
     def __post_init__(self) -> None:
         if not (0 <= self.residual_cv < 1 and 0 <= self.static_cv < 1) or self.tail_index <= 2:
-            raise UsageError(f"noise needs spreads in [0, 1) and a tail index above 2, got {self}")
+            raise UsageError(
+                "noise needs spreads in [0, 1) and a tail index above 2, "
+                f"got residual {self.residual_cv:g}, static {self.static_cv:g}, tail index {self.tail_index:g}"
+            )
         if self.tail not in ("normal", "lognormal", "pareto"):
             raise UsageError(f"noise has a normal, lognormal or pareto tail, not {self.tail!r}")
 

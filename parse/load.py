@@ -86,7 +86,7 @@ def load(
             "rules": rules,
             "scheduler": scheduler,
         }
-        chosen, files = _split(*_read(chosen, health, strict, how))
+        chosen, files = _with_events(*_split(*_read(chosen, health, strict, how)), health)
         traces = _ranks(chosen, files, health, step_annotation)
     refuse_several_jobs(traces)
     job = assemble(traces, health, strict=strict, patterns=patterns, rules=rules, manifest=chosen.manifest)
@@ -137,6 +137,19 @@ def _split(chosen: Capture, files: Sequence[TraceFile]) -> tuple[Capture, list[T
         found += [one] if len(ranks) == 1 else [replace(one, rank=None, rank_rule="")] * len(ranks)
         parts += ranks
     return replace(chosen, files=tuple(found)), parts
+
+
+def _with_events(chosen: Capture, files: list[TraceFile], health: Health) -> tuple[Capture, list[TraceFile]]:
+    """The same without files that hold no event: such a rank took part, but its trace is missing. One alone is kept."""
+    full = [len(file.events) > 0 for file in files]
+    if all(full) or not any(full):
+        return chosen, files
+    for file, kept in zip(files, full, strict=True):
+        if not kept:
+            health.dropped["files without events"] += 1
+            health.note(f"{file.source}: holds no events; its rank is missing")
+    found = tuple(one for one, kept in zip(chosen.files, full, strict=True) if kept)
+    return replace(chosen, files=found), [file for file, kept in zip(files, full, strict=True) if kept]
 
 
 def _ranks(
@@ -213,6 +226,9 @@ def assemble(
         said[rank] += [group for group in groups_in(manifest) if rank in group.members]
     expected = expected_ranks(manifest)
     world = max([trace.world_size or 0 for trace in traces] + [rank + 1 for rank in (*ranks, *members, *expected)])
+    stated = max(trace.world_size or 0 for trace in traces)
+    if 0 < stated < world:
+        health.note(f"the traces state a world of {stated}, but show ranks up to {world - 1}: taken for {world}")
     traces = check_completeness(traces, expected or tuple(range(world)), health)
     groups = build_groups(said, world, health)
     table = join([members_of(trace, groups, health, patterns, rules) for trace in traces], health)

@@ -42,7 +42,18 @@ def find_steps(events: Events, health: Health, annotation: str | None = None) ->
         found.append(Step(number, start, end, complete))
     if not found:
         health.note("no ProfilerStep in the trace: the whole window is analysed as it is")
-    return _with_work(found, work_ns, health)
+    return _with_work(_once(found, health), work_ns, health)
+
+
+def _once(found: list[Step], health: Health) -> list[Step]:
+    """Each step once: marks of one number that overlap are one step written several times, of which the longest counts."""
+    kept: list[Step] = []
+    for step in sorted(found, key=lambda step: (step.start_ns, -step.end_ns)):
+        if any(step.number == one.number and step.start_ns < one.end_ns for one in kept[-2:]):
+            health.repaired["steps that were marked more than once"] += 1
+        else:
+            kept.append(step)
+    return kept
 
 
 def _with_work(found: list[Step], work_ns: IntArray, health: Health) -> tuple[Step, ...]:

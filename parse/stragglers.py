@@ -68,7 +68,7 @@ def straggler_summary(job: Job) -> tuple[RankShare, ...]:
     A rank that was itself made late passes its delay on, so the culprit is not who is late but who is late without
     having waited.
     """
-    steps = max((len(trace.steps) for trace in job.ranks), default=0) or 1
+    steps = steps_held(job)
     step_ns = _step_ns(job, steps)
     delay, caused, waited = _waits(job)
     excess = _link_excess(job)
@@ -94,6 +94,18 @@ def straggler_summary(job: Job) -> tuple[RankShare, ...]:
         )
         rows.append(replace(row, cause=_cause(row, float(np.median(less)) if less else 0.0, step_ns)))
     return tuple(sorted(rows, key=lambda row: (not row.cause, -row.delay_ns, row.rank)))
+
+
+def steps_held(job: Job) -> int:
+    """Steps by which what the window holds in all is divided: the marked ones, or more where not all of it is marked.
+
+    A window can hold collectives before and behind its marked steps, or of steps whose marks were lost.
+    """
+    marked = max((len(trace.steps) for trace in job.ranks), default=0) or 1
+    c = job.collectives
+    if not len(c) or not any(trace.steps for trace in job.ranks):
+        return marked
+    return max(marked, round(int(c.end_ns.max() - c.start_ns.min()) / max(1, _step_ns(job, marked))))
 
 
 def _cause(row: RankShare, less_ns: float, step_ns: int) -> str:

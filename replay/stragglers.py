@@ -15,7 +15,7 @@ import numpy as np
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 from scaletrace.parse.job import Job
-from scaletrace.parse.stragglers import straggler_summary
+from scaletrace.parse.stragglers import steps_held, straggler_summary
 from scaletrace.replay.align import pair, sequences, tokens
 from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.engine import replay, replay_columns
@@ -34,7 +34,7 @@ class Straggler:
     caused_wait_ns  wall time during which another rank waited for this one, averaged over the other ranks; waits of one
                     rank that overlap (two collectives in flight) count once
     shorter_by_ns  makespan minus the makespan with this rank's own work no slower than the median of its peers'
-    each_waited_ns  caused_wait_ns a step
+    each_waited_ns, each_shorter_ns  the two a step, of those that the window holds (parse.stragglers.steps_held)
     cause          the verdict of parse.stragglers; "" where the rank stands out in nothing
     ends_last      whether the window ends with this rank's work
     then_rank      whose work leads most of the critical path once this rank keeps pace; -1 where it was not asked
@@ -44,6 +44,7 @@ class Straggler:
     caused_wait_ns: int
     shorter_by_ns: int
     each_waited_ns: int = 0
+    each_shorter_ns: int = 0
     cause: str = ""
     ends_last: bool = False
     then_rank: int = -1
@@ -95,7 +96,7 @@ def judged(timeline: Timeline, job: Job) -> list[Straggler]:
     if not found:
         return []
     shares = {share.rank: share for share in straggler_summary(job)}
-    steps = max((len(trace.steps) for trace in job.ranks), default=0) or 1
+    steps = steps_held(job)
     graph = timeline.graph
     last = int(graph.rank[np.argmax(np.where(graph.lane >= 0, timeline.end_ns, timeline.start_ns.min()))])
     out = []
@@ -103,7 +104,15 @@ def judged(timeline: Timeline, job: Job) -> list[Straggler]:
         share = shares.get(one.rank)
         each = share.caused_wait_ns // (len(found) - 1) if share else 0
         cause = share.cause if share else ""
-        out.append(replace(one, caused_wait_ns=each * steps, each_waited_ns=each, cause=cause))
+        out.append(
+            replace(
+                one,
+                caused_wait_ns=each * steps,
+                each_waited_ns=each,
+                each_shorter_ns=one.shorter_by_ns // steps,
+                cause=cause,
+            )
+        )
     out = [replace(one, ends_last=one.rank == last) for one in out]
     asked = {out[0].rank, *(one.rank for one in out if one.cause)}
     asked = set(sorted(asked, key=lambda rank: [one.rank for one in out].index(rank))[:MOST_ASKED])

@@ -123,7 +123,8 @@ def apply_rules(
         else:
             chosen = select(graph, rule)
             dur = dur.copy()
-            dur[chosen] = _whole(np.maximum(dur[chosen] * rule.factor + rule.time_ns, 0), rule)
+            with np.errstate(over="ignore"):  # what overflows is refused with the rule's name
+                dur[chosen] = _whole(np.maximum(dur[chosen] * rule.factor + rule.time_ns, 0), rule)
         changed[rule.text] = count if count >= 0 else int((dur != was).sum())
     return graph, dur, changed
 
@@ -152,8 +153,11 @@ def select(graph: Graph, rule: Rule) -> BoolArray:
     if rule.rank is not None:
         chosen = chosen & (graph.rank == _known_rank(graph, rule))
     if not chosen.any():
+        hosts_alone = not any(lane.is_device for lane in graph.lanes)
+        where = "; this job ran on no device, so its operators are part of host" if hosts_alone else ""
         raise UsageError(
             f"rule {rule.text!r} selects nothing; give a class ({', '.join(CLASSES)}), a name pattern or layer:PATTERN"
+            f"{where}"
         )
     return chosen
 
@@ -243,6 +247,11 @@ def _link(graph: Graph, dur: IntArray, rule: Rule, notes: list[str]) -> IntArray
             f"rule {rule.text!r}: no transfer there; tiers: nic, nvlink; axes here: {', '.join(axes) or 'none'}"
         )
     latency = np.minimum(latencies(graph, notes), dur)
+    if rule.action is Action.LATENCY and not latency[chosen].any():
+        notes.append(
+            f"{rule.text}: the recorded transfers do not tell latency from bandwidth here (too few sizes), so the rule "
+            "has nothing to act on; that is no statement that latency does not matter"
+        )
     if rule.action is Action.LATENCY:
         changed = dur - latency + _whole(np.where(chosen, latency * rule.factor, 0.0), rule)
     elif rule.factor == 0:

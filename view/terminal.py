@@ -139,13 +139,19 @@ def waited_ns(item: Document, steps: int) -> float:
     return float(each) if each is not None and units.is_number(each) else (item.get("caused_wait_ns") or 0) / steps
 
 
+def saved_ns(item: Document, steps: int) -> float:
+    """What its peers' pace would save of a step; negative where it would cost."""
+    each = item.get("each_shorter_ns")
+    return float(each) if each is not None and units.is_number(each) else (item.get("shorter_by_ns") or 0) / steps
+
+
 def _awaited_phrase(item: Document, steps: int, step: str, length: float) -> str:
     """The rank for which the others waited, why, and what its peers' pace would save."""
     words = f"rank {item['rank']} {units.clean(item['cause'], 40)}"
     if wait := waited_ns(item, steps):
         words += f", the others wait {units.duration(wait)}{step} for it on average"
     saved = item.get("shorter_by_ns") or 0
-    gain = units.duration(saved / steps) if saved > 0 else "nothing"
+    gain = units.duration(saved_ns(item, steps)) if saved > 0 else "nothing"
     if not length:
         return words
     if saved >= _STANDS_OUT * length:
@@ -161,7 +167,7 @@ def _awaited_phrase(item: Document, steps: int, step: str, length: float) -> str
 
 def _saving_phrase(item: Document, steps: int, step: str, another: bool) -> str:
     """The rank whose peers' pace would save most although another one, or none, was waited for, with the reason."""
-    saved = units.duration(item["shorter_by_ns"] / steps)
+    saved = units.duration(saved_ns(item, steps))
     if wait := waited_ns(item, steps):
         why = f"the others wait {units.duration(wait)}{step} for it on average"
     elif item.get("ends_last"):
@@ -283,7 +289,7 @@ def stragglers_table(doc: Document) -> RenderableType:
             table,
             str(item.get("rank", units.MISSING)),
             units.duration(waited_ns(item, steps)),
-            units.MISSING if saved is None else f"{units.duration(saved / steps)} shorter",
+            units.MISSING if saved is None else f"{units.duration(saved_ns(item, steps))} shorter",
             units.clean(item.get("cause") or "-", 40),
         )
     title = "Who made others wait, a step" if doc.get("steps") else "Who made others wait"

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from scaletrace.cli.diff import diff
 from scaletrace.cli.whatif import whatif
+from tests.cli.conftest import Run
 from tests.parse.traces import call, kernel, write
 
 
@@ -153,3 +154,14 @@ def test_what_changes_nothing_says_so(samples: Path, rule: str, said: str) -> No
 
     assert 0 == outcome.exit_code
     assert said in outcome.output and "no change" in outcome.output
+
+
+def test_a_rule_that_has_nothing_to_act_on_says_why(run: Run, samples: Path) -> None:
+    """Latency that the transfers do not tell, compute of a job without a device, and a factor that overflows."""
+    latency = run("whatif", samples / "ddp_straggler_w4", "--set", "latency=10", "--no-trace")
+    compute = run("whatif", samples / "ddp_straggler_w4", "--set", "compute=0", "--no-trace")
+    endless = run("whatif", samples / "ddp_straggler_w4", "--set", "*=1e308", "--no-trace")
+
+    assert 0 == latency.returncode and "do not tell latency" in " ".join(latency.stdout.split())
+    assert 2 == compute.returncode and "part of host" in " ".join(compute.stderr.split())
+    assert 2 == endless.returncode and "Warning" not in endless.stderr

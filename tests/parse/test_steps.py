@@ -95,3 +95,22 @@ def test_ranks_with_other_steps_are_told(tmp_path: Path) -> None:
 
     assert job.health.unmatched["steps that not every rank recorded"] == 1
     assert any("all have [2] in common" in note for note in job.health.notes)
+
+
+def test_a_step_that_is_marked_twice_counts_once(tmp_path: Path) -> None:
+    """Equal marks, or several of one number that overlap, are one step, and that is counted."""
+    twice = [step(7, 100, 90), step(7, 100, 90), step(7, 110, 70), host("aten::mm", 120, 5)]
+    job = load(write(tmp_path, {0: twice}))
+
+    assert [(7, 90_000)] == [(one.number, one.end_ns - one.start_ns) for one in job.ranks[0].steps]
+    assert 2 == job.health.repaired["steps that were marked more than once"]
+
+
+def test_a_file_without_events_is_a_missing_rank(tmp_path: Path) -> None:
+    """Its rank takes part in no collective, so the others are matched without it; a job of empty files stays."""
+    full = [step(7, 100, 90), host("aten::mm", 110, 5)]
+    job = load(write(tmp_path / "a", {0: full, 1: [], 2: full}))
+
+    assert [0, 2] == [trace.rank for trace in job.ranks]
+    assert 1 == job.health.dropped["files without events"]
+    assert any("its rank is missing" in note for note in job.health.notes)

@@ -118,7 +118,7 @@ def stragglers(doc: Document) -> Plot | None:
     for item in sorted(found, key=lambda s: -(num(s.get("shorter_by_ns")) or 0)):
         wait, saved = terminal.waited_ns(item, steps), num(item.get("shorter_by_ns"))
         if wait or saved:
-            gain = None if saved is None else saved / steps
+            gain = None if saved is None else terminal.saved_ns(item, steps)
             about = [units.clean(item.get("rank"), 8), units.clean(item.get("cause") or units.MISSING, 40)]
             raw.append([about[0], wait, gain, about[1]])
             shown.append([about[0], units.duration(wait), units.duration(gain), about[1]])

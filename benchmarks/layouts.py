@@ -292,6 +292,9 @@ def main() -> int:
             run(Job("net", 2), folder / NETWORK)
         evidence = swept(folder)
         done = measure(cases, folder, bool(args.again))
+        if args.again and not any(isinstance(what, Kept) for what in done.values()):
+            sys.stderr.write(f"{folder}: holds none of the jobs; nothing is written\n")
+            return 2
         for base, target in cases:
             row, holds = compared(base, target, done, evidence)
             failed |= not holds

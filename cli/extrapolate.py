@@ -76,7 +76,7 @@ def extrapolate(
         sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
         evidence, unread = _nccl_tests(nccl_tests or [])
         options = _options(given) | {"sizes": sizes, "evidence": evidence}
-        spare([path, cluster, recorded_on, *(nccl_tests or [])], output)
+        spare([path, cluster, recorded_on, *(one.partition(":")[2] or one for one in nccl_tests or [])], output)
         built = build(read_job(path))
         with progress("stretching the job", err):
             curve = stretch(built, **options)

@@ -64,7 +64,9 @@ def parse_rule(text: str) -> Rule:
         return Rule(text, Action.DROP, value, rank)
     if target == "delay":
         return _delay(text, value, rank)
-    head, _, tail = target.partition(".")
+    head, dot, tail = target.partition(".")
+    if head in ("bandwidth", "latency") and dot and not tail:
+        raise UsageError(f"rule {text!r}: nothing follows the dot in {target!r}; examples: {EXAMPLES}")
     if head in ("bandwidth", "latency"):
         action = Action.BANDWIDTH if head == "bandwidth" else Action.LATENCY
         return Rule(text, action, tail, rank, _factor(text, value))

@@ -40,7 +40,7 @@ def test_rule_texts(text: str, rule: Rule) -> None:
     "text",
     [
         *("gemm", "gemm=", "=2", "gemm=fast", "overlap=some", "delay=none", "delay=2", "gemm=-1", "gemm=1e999"),
-        *("rank0.delay=1e30s", "rank0.delay=-1e30s", "gemm=1e999us", "host=2e7s"),
+        *("rank0.delay=1e30s", "rank0.delay=-1e30s", "gemm=1e999us", "host=2e7s", "bandwidth.=2x"),
     ],
 )
 def test_wrong_rules_say_what_is_wrong(text: str) -> None:

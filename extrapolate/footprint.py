@@ -343,7 +343,13 @@ def gradients_of(graph: Graph, anatomy: Anatomy) -> tuple[float, float]:
         key = (int(graph.rank[node]), int(graph.step[node]), int(anatomy.micro_batch[node]))
         total[key] = total.get(key, 0.0) + max(item.bytes_in, item.bytes_out)
         sizes.append((max(item.bytes_in, item.bytes_out), ELEMENT_BYTES.get(item.dtype, 0)))
-    whole = max(total.values())
+    # What belongs to no micro batch (the root's, behind the last one) comes to that of one.
+    steps = {key[:2] for key in total}
+    of_one = {
+        step: max((size for key, size in total.items() if key[:2] == step and key[2] >= 0), default=0.0)
+        for step in steps
+    }
+    whole = max(of_one[step] + total.get((*step, -1), 0.0) for step in steps)
     if not all(each for _, each in sizes):
         return whole, 0.0
     return whole, sum(moved for moved, _ in sizes) / sum(moved / each for moved, each in sizes)

@@ -140,13 +140,15 @@ def _inputs(draft: Draft, job: Job, group_index: dict[int, int]) -> list[RankInp
     _, first = np.unique(table.instance, return_index=True)
     position = {int(table.instance[row]): at for at, row in enumerate(first.tolist())}
     only_group = 0 if len(job.groups) == 1 else -1
-    for row in first.tolist():
+    types = _types(job, first)
+    for row, dtype in zip(first.tolist(), types, strict=True):
         draft.collectives.append(
             GraphCollective(
                 KINDS[int(table.kind[row])],
                 group_index.get(int(table.group[row]), only_group),
                 int(table.bytes_in[row]),
                 int(table.bytes_out[row]),
+                dtype,
             )
         )
     out = []
@@ -158,6 +160,17 @@ def _inputs(draft: Draft, job: Job, group_index: dict[int, int]) -> list[RankInp
         }
         aligned, shift = _on_job_clock(trace, job.clocks.get(trace.rank))
         out.append(RankInput(aligned, shift, table.event[rows].astype(np.int64), of_row))
+    return out
+
+
+def _types(job: Job, rows: IntArray) -> list[str]:
+    """Element types of the collectives of these rows of the job's table, as one member's record states them; "" unknown."""
+    table, out = job.collectives, [""] * len(rows)
+    for trace in job.ranks:
+        mine = np.flatnonzero((table.rank[rows] == trace.rank) & (table.event[rows] >= 0))
+        codes = trace.events.texts("dtype")[table.event[rows][mine]]
+        for at, code in zip(mine.tolist(), codes.tolist(), strict=True):
+            out[at] = trace.events.strings[code] if code >= 0 else ""
     return out
 
 

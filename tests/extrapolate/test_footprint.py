@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scaletrace.cli.described import Interference, calibrated
 from scaletrace.extrapolate.anatomy import dissect
-from scaletrace.extrapolate.described.models import Model
+from scaletrace.extrapolate.described.constants import costs_on, device
+from scaletrace.extrapolate.described.models import Model, load_model
+from scaletrace.extrapolate.described.planned import Described
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.footprint import Footprint, footprint_of_job, gradients_of
 from scaletrace.extrapolate.layout import Layout
@@ -25,6 +28,7 @@ from scaletrace.extrapolate.traced_memory import Traced
 from scaletrace.parse.build import build
 from scaletrace.parse.graph import GraphCollective, GraphGroup
 from scaletrace.parse.load import load
+from scaletrace.traces.synth import write_capture
 
 GPT = Model("gpt", "gpt", layers=12, hidden=768, heads=12, vocab=50304, seq=1024)
 LAYOUT = Layout(fsdp=8, mbs=4, microbatches=1, seq=1024)
@@ -176,6 +180,32 @@ def test_gradients_are_what_one_micro_batch_reduces() -> None:
     anatomy = replace(dissect(build(load(_SAMPLE))), micro_batch=batches.astype(np.int32))
 
     assert (12_000.0, 4) == gradients_of(graph, anatomy)
+
+
+def test_gradients_of_no_micro_batch_come_to_those_of_one() -> None:
+    """A root's gradients are scattered behind the last micro batch and belong to none; they are parameters too."""
+    draft = Draft(groups=[GraphGroup("fsdp", 2, 1)])
+    for size in (4000, 4000, 1000):
+        draft.collective("reduce_scatter", 0, size, [(0, []), (1, [])])
+        draft.collectives[-1] = GraphCollective("reduce_scatter", 0, size, size // 2, "BFloat16")
+    graph = draft.graph()
+    batches = np.array([0, 1, -1])[graph.instance]
+    anatomy = replace(dissect(build(load(_SAMPLE))), micro_batch=batches.astype(np.int32))
+
+    assert (5000.0, 2) == gradients_of(graph, anatomy)
+
+
+def test_a_capture_of_a_described_job_takes_the_memory_of_its_model(tmp_path: Path) -> None:
+    """bf16 weights with fp32 gradients: the recorded types, not those of the products, tell how many parameters move."""
+    on, model = device("h100"), load_model("llama2-1b")
+    described = Described(model, Layout(fsdp=8, mbs=2), on, costs_on(on))
+    write_capture(calibrated(described, [0], 2, None, Interference(), {})[1], tmp_path)
+    built = build(load(tmp_path, workers=1))
+    found = footprint_of_job(built)
+
+    assert {"BFloat16", "Float"} == {item.dtype for item in built.graph.collectives}
+    assert model.parameters == pytest.approx(found.parameters, rel=1e-3)
+    assert peak_memory(model, found.layout).total == pytest.approx(found.at(found.layout)[0], rel=1e-2)
 
 
 _SAMPLE = Path(__file__).parents[2] / "traces" / "samples" / "ddp_w1"

@@ -57,7 +57,7 @@ def search(
     """
     with exit_codes(debug):
         from scaletrace.cli.extrapolate import read_prices
-        from scaletrace.extrapolate.confirm import DESCRIBED, ranked
+        from scaletrace.extrapolate.confirm import DESCRIBED, ranked, slowdown_of
         from scaletrace.extrapolate.search import Space
         from scaletrace.view.progress import progress
 
@@ -79,7 +79,8 @@ def search(
         with progress(f"searching layouts of {gpus:,} GPUs", err) as advance:
             found, state, own = _found(job, space, best, confirm, advance)
             advance(0, 0, "replaying the best")
-            ranking = ranked(found, state, confirm, own, DESCRIBED if job.built is None else None, advance)
+            lost = slowdown_of(job.built, state) if job.built is not None and state is not None else None
+            ranking = ranked(found, state, confirm, own, DESCRIBED if job.built is None else None, advance, lost)
         answer = _answer(path, job, space, found.to_json_parts() | ranking.to_json_parts(), bool(batch), prices)
         if json_:
             print_json(answer)

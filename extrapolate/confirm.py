@@ -10,20 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from scaletrace.errors import ScaletraceError, UsageError
-from scaletrace.extrapolate import transfers
+from scaletrace.extrapolate import overlap, transfers
 from scaletrace.extrapolate.calibrate import calibrate
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.estimate import Estimate, Network
 from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.overlap import Slowdown
 from scaletrace.extrapolate.relayout import nodes_under, relayout
 from scaletrace.extrapolate.rewrite.state import State, open_state
 from scaletrace.extrapolate.search import Advance, Found, estimate_json, reasons, silent
 from scaletrace.parse.build import Built
+from scaletrace.parse.graph import Graph
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_time_s
 
+Floats = npt.NDArray[np.float64]
+SWEEPS = 3
+"""Replays after which kernels and what runs beside them agree."""
 SAME = 0.005
 """Replays that differ by less are called equal."""
 SMALL_GRAPH = 200_000
@@ -142,8 +150,44 @@ def opened(built: Built, measured: Layout, cluster: Cluster) -> State:
     return open_state(built, measured, network, None if on_cpu else Ceilings.of(cluster.device))
 
 
-def confirmed(state: State, row: Row) -> Row:
-    """The row with the step of the measured graph made into its layout and replayed, or with the reason why not."""
+def slowdown_of(built: Built, state: State) -> Slowdown | None:
+    """What overlap costs the kernels of an opened capture, as when it is stretched; None where nothing overlaps."""
+    share = _share(state.graph)
+    if not share.any():
+        return None
+    prior = state.network.cluster.device.overlap_slowdown
+    return overlap.measure(state.graph, share, prior, operands=overlap.operands(built.job, state.graph))
+
+
+def freed(state: State, slowdown: Slowdown) -> State:
+    """The state with times as they would be if nothing ran beside them."""
+    share, kappa = _share(state.graph), slowdown.per_node(state.graph)
+    alone = 1.0 - (share * kappa / (1.0 + kappa)).sum(axis=1)
+    return replace(state, anatomy=replace(state.anatomy, exact_ns=state.anatomy.exact_ns * alone)).with_durations()
+
+
+def _share(graph: Graph) -> Floats:
+    timeline = replay(graph)
+    return overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+
+
+def _replayed_s(graph: Graph, slowdown: Slowdown | None) -> float:
+    """Step of a graph; with a slowdown its times are free of overlap, and that of its own replay is put in."""
+    timeline = replay(graph)
+    if slowdown is not None:
+        kappa, none = slowdown.per_node(graph), np.zeros((len(graph), 2))
+        made = overlap.plan(graph)
+        for _ in range(SWEEPS):
+            share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns, made=made)
+            timeline = replay(graph, overlap.apply(graph.dur_ns, kappa, none, share))
+    return step_time_s(graph, timeline.start_ns, timeline.end_ns)
+
+
+def confirmed(state: State, row: Row, slowdown: Slowdown | None = None) -> Row:
+    """The row with the step of the measured graph made into its layout and replayed, or with the reason why not.
+
+    slowdown  what overlap costs where `state` is freed of it; None: its times count as they are
+    """
     target = row.estimate.layout
     try:
         if target.zero != state.layout.zero and target.data_ranks > 1:
@@ -156,8 +200,7 @@ def confirmed(state: State, row: Row) -> Row:
                 f"its graph would have about {nodes:,.0f} nodes, and a search replays up to {MOST_NODES:,}"
             )
         made = relayout(state, target)
-        timeline = replay(made.graph)
-        step_s = step_time_s(made.graph, timeline.start_ns, timeline.end_ns)
+        step_s = _replayed_s(made.graph, slowdown)
     except ScaletraceError as error:
         return replace(row, why_not=str(error))
     return replace(row, replayed_s=step_s, error=made.error)
@@ -170,6 +213,7 @@ def ranked(
     own: Layout | None = None,
     prior: ErrorBand | None = None,
     advance: Advance = silent,
+    slowdown: Slowdown | None = None,
 ) -> Ranking:
     """The found layouts in their final order.
 
@@ -177,6 +221,7 @@ def ranked(
     most   how many layouts to replay beside `own`; None: 5, of a graph over 200,000 nodes 3
     own    the measured layout at this size, replayed wherever it is listed
     prior  error of the estimates where nothing is replayed, None = not known
+    slowdown  what overlap costs the capture's kernels (slowdown_of); None: nothing
     advance  is told (done, of how many) before each layout is replayed
     """
     rows = [Row(item, as_measured=item.layout == own) for item in (found.best, *(lost.estimate for lost in found.next))]
@@ -184,11 +229,13 @@ def ranked(
         return Ranking(tuple(rows), prior)
     if most is None:
         most = MORE if len(state.graph) <= SMALL_GRAPH else FEW
+    alone = freed(state, slowdown) if slowdown is not None else state
     done = tried = 0
     for at, row in enumerate(rows):
         if (row.as_measured and most) or (done < most and tried < 2 * most):
             advance(done, most)
-            rows[at] = confirmed(state, row)
+            same = row.estimate.layout.over(state.layout) == state.layout  # as measured, overlap and all
+            rows[at] = confirmed(state, row) if same else confirmed(alone, row, slowdown)
             tried += not row.as_measured
             done += rows[at].replayed_s is not None and not row.as_measured
     return Ranking(tuple(_ordered(rows)), _band(rows))

@@ -1,16 +1,35 @@
 """Confirming a search by replay: the order, what is replayed, and what an estimate's error leaves open."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from scaletrace.cli.described import Interference, calibrated
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.extrapolate.confirm import DESCRIBED, ErrorBand, Ranking, Row, layout_at, opened, ranked
+from scaletrace.extrapolate.confirm import (
+    DESCRIBED,
+    ErrorBand,
+    Ranking,
+    Row,
+    confirmed,
+    freed,
+    layout_at,
+    opened,
+    ranked,
+    slowdown_of,
+)
+from scaletrace.extrapolate.curve import extrapolate
+from scaletrace.extrapolate.described.constants import costs_on, device
+from scaletrace.extrapolate.described.models import load_model
+from scaletrace.extrapolate.described.planned import Described
 from scaletrace.extrapolate.estimate import Estimate, Terms
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.search import Found, Lost
+from scaletrace.extrapolate.stragglers import Noise
 from scaletrace.parse.build import build
 from scaletrace.parse.load import load
+from scaletrace.traces.synth import write_capture
 
 
 def costed(layout: Layout, step_s: float) -> Estimate:
@@ -93,3 +112,22 @@ def test_the_measured_layout_grows_by_its_data_axis() -> None:
     assert Layout(fsdp=32, mbs=1, microbatches=2, seq=64) == layout_at(shards, 32, 64, 64)
     assert sized is not None and (2, "1F1B") == (sized.dp, sized.schedule)
     assert [None, None, None] == [layout_at(shards, *size) for size in ((12, 24, 64), (16, 16, 64), (16, 32, 128))]
+
+
+def test_replayed_layouts_pay_for_overlap_as_a_stretched_job_does(tmp_path: Path) -> None:
+    """More ranks hide longer gathers, beside which kernels are slower; without that the step comes out shorter."""
+    on, model = device("h100"), load_model("llama2-1b")
+    described = Described(model, Layout(fsdp=8, mbs=2), on, costs_on(on))
+    write_capture(calibrated(described, [0], 2, None, Interference(), {})[1], tmp_path)
+    built = build(load(tmp_path, workers=1))
+    state = opened(built, Layout(fsdp=8), Cluster.load("dgx_h100"))
+    slowdown = slowdown_of(built, state)
+    assert slowdown is not None
+    wide = replace(state.layout, fsdp=64)
+    row = Row(costed(wide, 1.0))
+    with_it, without = confirmed(freed(state, slowdown), row, slowdown), confirmed(state, row)
+    stretched = extrapolate(built, sizes=[64], cluster=Cluster.load("dgx_h100"), noise=Noise(0.0, 0.0)).points[0]
+
+    assert with_it.replayed_s is not None and without.replayed_s is not None
+    assert with_it.replayed_s > without.replayed_s
+    assert stretched.p50_s == pytest.approx(with_it.replayed_s, rel=0.03)

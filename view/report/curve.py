@@ -199,10 +199,10 @@ def memory(doc: Document) -> Plot | None:
     x = gpu_scale([size for size, _, _ in known])
     y = up_scale(max([v for _, v, _ in known] + ([limit] if limit else [])) / 1e9, lambda t: f"{units.number(t)} GB")
     marks = [
-        svg.point(x(s), y(v / 2**30), "f7", f"{units.number(s)} GPUs: {units.size(v)}", _shape(p)) for s, v, p in known
+        svg.point(x(s), y(v / 1e9), "f7", f"{units.number(s)} GPUs: {units.size(v)}", _shape(p)) for s, v, p in known
     ]
-    ceiling = svg.line([(x.start, y(limit / 2**30)), (x.end, y(limit / 2**30))], "mark") if limit else None
-    path = svg.line([(x(s), y(v / 2**30)) for s, v, _ in known], "s7 line")
+    ceiling = svg.line([(x.start, y(limit / 1e9)), (x.end, y(limit / 1e9))], "mark") if limit else None
+    path = svg.line([(x(s), y(v / 1e9)) for s, v, _ in known], "s7 line")
     drawing = svg.svg(
         svg.axes(x, y, "GPUs", "memory a GPU"), ceiling, path, *marks, about="memory a GPU over cluster size"
     )

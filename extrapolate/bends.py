@@ -19,11 +19,12 @@ DOMINATES = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The curve at one size of the grid: seconds a step, and the share of it that is exposed communication."""
+    """The curve at one size of the grid: seconds a step, and the share of it that communication costs: exposed, and what
+    kernels beside it take longer."""
 
     gpus: int
     step_s: float
-    exposed: float
+    communication: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def rising(levels: Sequence[Level], cluster: Cluster) -> list[Level]:
     out: list[Level] = []
     for level in levels:
         below = [other.step_s for other in out if cluster.fills(other.gpus)]
-        out.append(Level(level.gpus, max([level.step_s, *below]), level.exposed))
+        out.append(Level(level.gpus, max([level.step_s, *below]), level.communication))
     return out
 
 
@@ -74,13 +75,13 @@ def knee(levels: Sequence[Level], share: float, weak: bool) -> Bend:
 
 
 def dominates(levels: Sequence[Level]) -> Bend:
-    """Size at which exposed communication takes half of the step, between sizes of the grid by their logarithm."""
+    """Size at which communication costs half of the step, between sizes of the grid by their logarithm."""
     before: Level | None = None
     for level in levels:
-        if level.exposed >= DOMINATES:
+        if level.communication >= DOMINATES:
             if before is None:
                 return Bend(level.gpus, level.gpus, level.gpus)
-            share = (DOMINATES - before.exposed) / (level.exposed - before.exposed)
+            share = (DOMINATES - before.communication) / (level.communication - before.communication)
             size = round(math.exp(math.log(before.gpus) + share * math.log(level.gpus / before.gpus)))
             return Bend(size, before.gpus, level.gpus)
         before = level

@@ -19,6 +19,7 @@ from scaletrace.extrapolate.cautions import has_data_axis
 from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.energy import Prices
 from scaletrace.extrapolate.layout import Layout
+from scaletrace.extrapolate.parts import parts_of
 from scaletrace.extrapolate.point import Core, Options, Point, core, point_of, stretch
 from scaletrace.extrapolate.rewrite.data import Shape
 from scaletrace.extrapolate.stragglers import Noise
@@ -39,7 +40,7 @@ class ScalingCurve:
     """Points by size, and what they say together.
 
     knee        size from which doubling gives less than `knee_share` of double the throughput
-    dominance   size from which exposed communication takes half of the step
+    dominance   size from which communication costs half of the step: exposed, and what kernels beside it take longer
     evaluated_to  largest size that these two were looked for at: the grid does not depend on the sizes asked for
     worth       sizes whose measurement would narrow the bands most, best first
     left_out    sizes that the global batch can't be divided over, with the reason
@@ -130,6 +131,8 @@ class ScalingCurve:
             row |= {f"exposed_{axis}": value for axis, value in row.pop("exposed_by_axis").items()}
             row |= {f"provenance_{part}": word for part, word in row.pop("provenance").items()}
             row |= {f"retimed_{how}": share for how, share in row.pop("compute_retimed").items()}
+            row |= {f"part_{name}": share for name, share in row.pop("parts").items()}
+            row |= {f"path_{name}": share for name, share in row.pop("critical_path_share").items()}
             row.pop("unknown")
             rows.append(row)
         return pd.DataFrame(rows)
@@ -253,7 +256,7 @@ def _walk(base: Base, asked: Sequence[int], options: Options) -> _Walk:
         if gpus in asked or gpus <= asked[-1]:
             loads.append(load_of(found.done.graph, found.done.plain_ns, gpus, found.total_s, error_s))
         if gpus in ladder:
-            levels.append(Level(gpus, found.total_s, found.part.exposed * found.keep))
+            levels.append(Level(gpus, found.total_s, parts_of(found.part, found.keep).communication))
     if not points:
         raise UsageError(next(iter(left_out.values())))
     if left_out:
@@ -261,6 +264,8 @@ def _walk(base: Base, asked: Sequence[int], options: Options) -> _Walk:
         base.health.note(f"Left out: {names} GPUs, over which the global batch does not divide (see left_out).")
     if retimed:
         base.health.note(retimed)
+    if said := _paced(points):
+        base.health.note(said)
     if not options.weak:
         points = _to_linear(points, base)
     return _Walk(tuple(points), tuple(rising(levels, base.cluster) if options.weak else levels), tuple(loads), left_out)
@@ -303,6 +308,20 @@ def _retimed(found: Core) -> str:
         return sentence + "."
     names = told_by_time(done.graph, done.base.retiming, done.plain_ns)
     return f"{sentence}, {done.retimed.by_time:.0%} in proportion to time alone, for want of shapes ({names})."
+
+
+def _paced(points: Sequence[Point]) -> str:
+    """That the host sets the pace, where most of the critical path is its work; "" where it is nowhere."""
+    paced = [point for point in points if point.parts.paced_by_host]
+    if not paced:
+        return ""
+    first = paced[0]
+    names = ", ".join(f"{point.gpus:,}" for point in paced)
+    return (
+        f"The host sets the pace at {names} GPUs: at {first.gpus:,} {first.parts.path['host']:.1%} of the critical path is "
+        f"its work, so that faster kernels or links gain little there, although kernels run for "
+        f"{first.compute_fraction:.0%} of the step beside it."
+    )
 
 
 def _lifted(walk: _Walk, base: Base, weak: bool) -> tuple[Point, ...]:

@@ -331,6 +331,11 @@ def _drawn(rows: Sequence[Pair], prior: float) -> float:
     return (own * len(rows) + prior * PAIRS_WANTED) / (len(rows) + PAIRS_WANTED)
 
 
+def lost_shares(kappa: Floats, share: Floats) -> Floats:
+    """Of every node the share of its run that it would not need with nothing beside it; float64[n]."""
+    return np.asarray((share * kappa / (1 + kappa)).sum(axis=1))
+
+
 def apply(dur_ns: IntArray, kappa: Floats, was: Floats, now: Floats) -> IntArray:
     """Durations with the overlap `was` taken out and `now` put in (float64[n, 2]); bits stay where the overlap does."""
     out = dur_ns.copy()

@@ -18,6 +18,7 @@ from scaletrace.extrapolate.compute import compute_nodes
 from scaletrace.extrapolate.costs import Provenance
 from scaletrace.extrapolate.energy import PowerModel, Prices, money_per_million_tokens
 from scaletrace.extrapolate.layout import Layout, scaled
+from scaletrace.extrapolate.parts import Parts, parts_of
 from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.steps import Shares, shares
 from scaletrace.extrapolate.stragglers import Population, expected_step_ns
@@ -25,6 +26,7 @@ from scaletrace.extrapolate.strong import Retimed, Share, with_activations
 from scaletrace.extrapolate.transfers import Scaled, rescale
 from scaletrace.parse.events import BoolArray, ByteArray, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
+from scaletrace.replay.critical_path import critical_path, shown_shares
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_time_s
 from scaletrace.replay.timeline import Timeline
@@ -72,7 +74,7 @@ class Point:
     exposed_comm_fraction: float
     exposed_by_axis: Mapping[str, float]
     straggler_fraction: float
-    dominant: str
+    parts: Parts
     provenance: Mapping[str, str]
     comm_error_s: float
     tokens_per_s_per_gpu: float | None = None
@@ -103,7 +105,9 @@ class Point:
             "power_W_per_gpu": self.power_W_per_gpu,
             "tokens_per_J": self.tokens_per_J,
             "money_per_million_tokens": self.money_per_million_tokens,
-            "dominant": self.dominant,
+            "parts": self.parts.to_json(),
+            "critical_path_share": dict(self.parts.path),
+            "dominant": self.parts.dominant,
             "provenance": dict(self.provenance),
             "compute_retimed": dict(self.retimed),
             "unknown": dict(self.unknown),
@@ -282,8 +286,15 @@ def core(base: Base, gpus: int, options: Options) -> Core:
     ideal_s = min(ideal_s, step_s)
     all_steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
     lost_s = straggler_s(done.base, graph, gpus, done.scaled.dur_ns, all_steps)
-    part = shares(graph, timeline.start_ns, timeline.end_ns, done.base.plan)
+    part = shares(graph, timeline.start_ns, timeline.end_ns, done.base.plan, _lost(done))
     return Core(gpus, layout, done, step_s, ideal_s, lost_s, part)
+
+
+def _lost(done: Stretched) -> Floats:
+    """Of every node the share of its run that it lost to what ran beside it: measured durations hold the slowdown of the
+    measured overlap, so both are taken out."""
+    free = 1 - overlap.lost_shares(done.base.slowdown.per_node(done.graph), done.base.share)
+    return np.asarray(1 - done.plain_ns * free / np.maximum(1, done.scaled.dur_ns))
 
 
 def evaluate(base: Base, gpus: int, options: Options) -> Point:
@@ -325,7 +336,7 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
         exposed_comm_fraction=part.exposed * keep,
         exposed_by_axis={axis: value * keep for axis, value in part.by_axis.items()},
         straggler_fraction=lost_s / total if total else 0.0,
-        dominant=_dominant(part, keep, 1 - keep),
+        parts=parts_of(part, keep, shown_shares(critical_path(done.timeline))),
         provenance=_provenance(base, done, found.gpus, more),
         comm_error_s=max(comm_low, comm_high),
         tokens_per_s_per_gpu=rate,
@@ -412,7 +423,7 @@ def _power(base: Base, found: Core) -> tuple[float | None, str]:
         return None, _foreign(base)
     if device.power_W is None:
         return None, f"the power of {device.name} is not known; give power_W in a cluster's YAML"
-    rate, resident = _compute_rate(found), found.part.resident * found.keep
+    rate, resident = (found.part.compute - found.part.slowed) * found.keep, found.part.resident * found.keep
     return POWER.power_W(device.power_W, min(1.0, rate), min(1.0, resident)), ""
 
 
@@ -436,18 +447,6 @@ def _memory(base: Base, found: Core) -> tuple[float | None, str]:
     if not measured.mbs:
         return None, "a smaller micro batch holds less, and how large the measured one is, is not known"
     return base.footprint.at(replace(found.layout, seq=max(1, round(measured.seq * part.factor))))
-
-
-def _compute_rate(found: Core) -> float:
-    """Share of the step in which kernels advance at the rate they have without a collective beside them."""
-    graph, done = found.done.graph, found.done
-    work = compute_nodes(graph)
-    base = done.base
-    slowed = done.scaled.dur_ns[work].astype(np.float64)
-    # Measured durations hold the slowdown of the measured overlap, so both are taken out.
-    kappa = (base.slowdown.per_node(graph)[work] * base.share[work]).sum(axis=1)
-    free = done.plain_ns[work] / (1 + kappa)
-    return found.part.compute * found.keep * float(free.sum() / max(1.0, slowed.sum()))
 
 
 def bubble_fraction(graph: Graph, layout: Layout, part: Shares, keep: float = 1.0) -> tuple[float | None, str]:
@@ -478,13 +477,6 @@ def _communication_band(done: Stretched, step_s: float) -> tuple[float, float]:
         durations[nodes] = np.round(durations[nodes] * factor).astype(np.int64)
         out.append(abs(_step_s(graph, replay(graph, durations)) - step_s))
     return out[0], out[1]
-
-
-def _dominant(part: Shares, keep: float, straggler: float) -> str:
-    """The largest of compute, each axis' exposed communication, stragglers, and the host with all else."""
-    terms = {"compute": part.compute * keep, "stragglers": straggler, "host": part.rest * keep}
-    terms |= {f"{axis} communication": value * keep for axis, value in part.by_axis.items()}
-    return max(terms, key=lambda name: terms[name])
 
 
 _WORDS = {

@@ -23,7 +23,7 @@ from scaletrace.replay.accuracy import (
     without_stalls,
 )
 from scaletrace.replay.breakdown import RankBreakdown, breakdown
-from scaletrace.replay.critical_path import CriticalPath, critical_path, next_paths
+from scaletrace.replay.critical_path import CriticalPath, critical_path, next_paths, shown_shares
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_window
 from scaletrace.replay.stragglers import Straggler, judged
@@ -132,21 +132,13 @@ def path_json(path: CriticalPath, most: int = 500) -> dict[str, Any]:
     segments = path.segments()
     kept = sorted(range(len(segments)), key=lambda at: -int(str(segments[at]["dur_ns"])))[:most]
     shown = [segments[at] for at in sorted(kept)]
-    shares = path.shares()
-    gap = shares["gap"] + shares["stall"]
     return {
         "length_ns": path.length_ns,
         "segments": shown,
         "segments_total": len(segments),
         "segments_left_out_ns": path.length_ns - sum(int(str(s["dur_ns"])) for s in shown),
-        "share": {
-            "compute": shares["compute"],
-            "communication": shares["communication"],
-            "memory": shares["memory"],
-            "host": shares["host"],
-            "gap": gap,
-        },
-        "stall_share": shares["stall"],
+        "share": shown_shares(path),
+        "stall_share": path.shares()["stall"],
         "loader_ns": path.loader_ns(),
         "by_axis_ns": path.time_by("axis"),
         "by_rank_ns": path.time_by("rank"),

@@ -442,6 +442,13 @@ def _ideal(point: Document) -> str:
     return units.seconds(ideal)
 
 
+def _slowed(point: Document) -> str:
+    """What kernels take longer for communication beside them, where it is a percent of the step."""
+    parts = point.get("parts")
+    share = _p50(parts.get("slowed_compute")) if isinstance(parts, Mapping) else None
+    return units.percent(share) if share is not None and share >= 0.01 else units.MISSING
+
+
 def _largest(point: Document) -> str:
     """The largest part of the step, short enough that no heading is cut."""
     return units.shorten(str(point.get("dominant") or units.MISSING).replace(" communication", " comm."), 18)
@@ -455,6 +462,7 @@ _CURVE_COLUMNS: tuple[tuple[str, Callable[[Document], str], bool], ...] = (
     ("tok/s\n/GPU", lambda p: units.number(_p50(p.get("tokens_per_s_per_gpu"))), True),
     ("MFU", lambda p: units.percent(_p50(p.get("mfu"))), True),
     ("exposed", lambda p: units.percent(_p50(p.get("exposed_comm_fraction"))), True),
+    ("slowed", _slowed, True),
     ("memory", lambda p: units.size(_p50(p.get("memory_bytes"))), True),
     ("largest part", _largest, False),
     ("provenance", lambda p: units.shorten(provenance_text(p.get("provenance")), 14), False),

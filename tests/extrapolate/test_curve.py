@@ -214,6 +214,16 @@ def test_bends_lie_in_their_ranges() -> None:
     assert low <= parts["comm_dominates_gpus"] <= high
 
 
+def test_communication_dominates_no_later_where_its_overlap_is_dearer() -> None:
+    """What kernels lose beside collectives is a cost of communication: more of it never moves the size up."""
+    found = [
+        extrapolate(_fsdp(), cluster=H100, sizes=[8], noise=QUIET, overlap_slowdown=kappa).dominance.gpus or 1 << 30
+        for kappa in (0.0, 0.5, 2.0)
+    ]
+
+    assert sorted(found, reverse=True) == found and found[0] > found[-1]
+
+
 def test_every_answer_of_the_interface_is_there(samples: Path) -> None:
     """JSON parts as documented, a frame with a row a point, and a timeline for any size."""
     curve: ScalingCurve = extrapolate(load(samples / "ddp_w4"), sizes=[8, 64], cluster=Cluster.load("gloo_10g"))

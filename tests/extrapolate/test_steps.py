@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scaletrace.extrapolate.base import prepare
@@ -44,3 +45,17 @@ def test_shares_say_how_long_a_collective_is_resident_and_waits() -> None:
 
     assert (0.5, 0.5, 0.5) == (found.compute, found.exposed, found.resident)
     assert {"pp": 0.25} == found.waiting_by_axis
+
+
+def test_shares_tell_what_compute_loses_to_what_runs_beside_it() -> None:
+    """A kernel of 200 that lost a quarter to the transfer beside it, of 100 and hidden: an eighth of the step of 400."""
+    draft = Draft(groups=[GraphGroup("dp", 1, 1)])
+    draft.collective("all_reduce", 0, 64, [(0, [])], 100)
+    first = draft.node(NodeKind.KERNEL, 200, lane="stream 7")
+    draft.node(NodeKind.KERNEL, 200, lane="stream 7", after=[first])
+    graph = draft.graph()
+    done = replay(graph)
+    lost = np.where((graph.kind == NodeKind.KERNEL) & (done.start_ns == 0), 0.25, 0.0)
+    found = shares(graph, done.start_ns, done.end_ns, lost=lost)
+
+    assert (1.0, 0.125, {"dp": 0.25}) == (found.compute, found.slowed, dict(found.hidden_by_axis))

@@ -41,6 +41,7 @@ class Anatomy:
     why         why no layers were found and what to record, "" where there are some
     exact_ns    float64[n]: durations before rounding, so that scaling back and forth loses nothing
     entry       as weave keeps it, for the same purpose
+    beyond_ns   float64[n]: of each transfer's time, what another size does not stretch (transfers.beyond_ns); None: nothing
     """
 
     phase: ByteArray
@@ -57,6 +58,7 @@ class Anatomy:
     kind: tuple[str, ...] = ()
     why: str = ""
     health: Health = field(default_factory=Health)
+    beyond_ns: np.typing.NDArray[np.float64] | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -89,6 +91,7 @@ class Anatomy:
             micro_batch=np.where(here, self.micro_batch[origin], -1).astype(np.int32),
             is_message=np.where(here, self.is_message[origin], False),
             exact_ns=np.where(here, self.exact_ns[origin], 0.0),
+            beyond_ns=None if self.beyond_ns is None else np.where(here, self.beyond_ns[origin], 0.0),
         )
 
 

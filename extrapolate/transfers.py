@@ -17,7 +17,7 @@ from scaletrace.extrapolate.calibrate import Evidence
 from scaletrace.extrapolate.cluster import Cluster, place
 from scaletrace.extrapolate.costs import FAMILY, NOT_TREE, Calibration, Cost, Provenance, collective_seconds
 from scaletrace.jit import jit
-from scaletrace.parse.events import Int32Array, IntArray
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import (
     EdgeKind,
     EdgeSource,
@@ -31,6 +31,8 @@ from scaletrace.parse.health import Health
 
 Floats = npt.NDArray[np.float64]
 SMALLEST_BYTES, LARGEST_BYTES = 4.0, 2.0**40
+CLEAN = 0.4
+"""Quantile of equal transfers that tells what one takes by itself: contention and late members only ever add."""
 
 
 def whole_bytes(item: GraphCollective, group_size: int) -> int:
@@ -171,7 +173,7 @@ def _algorithms(graph: Graph) -> list[str]:
 def evidence(graph: Graph, dur_ns: IntArray) -> list[Evidence]:
     """What the graph's own transfers say about costs: one piece per kind, size and group, the median of its instances.
 
-    The smaller half counts: contention and late members only ever add.
+    The smaller half counts (CLEAN).
     """
     transfer = transfer_by_instance(graph, dur_ns)
     seen: dict[tuple[str, int, int, int, str], list[float]] = {}
@@ -188,7 +190,7 @@ def evidence(graph: Graph, dur_ns: IntArray) -> list[Evidence]:
             kind,
             size,
             ranks,
-            float(np.quantile(times, 0.4)) * 1e-9,
+            float(np.quantile(times, CLEAN)) * 1e-9,
             stride=stride,
             algorithm=algorithm,
             weight=len(times) ** 0.5,
@@ -268,51 +270,94 @@ def rescale(
             )
         return cache[key]
 
-    ratio, absolute = np.ones(len(new.collectives)), np.zeros(len(new.collectives))
-    grown = any(
-        now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size
-        for was, now in zip(old.collectives, new.collectives, strict=True)
-        if was.group >= 0
-    )
-    moving, evens_out = np.ones(len(new.collectives)), np.zeros(len(new.collectives), np.bool_)
+    change = _Change.nothing(len(new.collectives))
+    grown = any(_larger(old, was, new, now) for was, now in zip(old.collectives, new.collectives, strict=True))
     costs: list[Cost | None] = []
     for at, (was, now) in enumerate(zip(old.collectives, new.collectives, strict=True)):
         before, after = cost_of(was, old.groups), cost_of(now, new.groups)
         costs.append(
             _unchanged(after) if after and (was, old.groups[was.group]) == (now, new.groups[now.group]) else after
         )
-        if before is None or after is None:
-            if now.group >= 0 and new.groups[now.group].size != old.groups[was.group].size:
-                costs[-1] = UNMODELLED
-            continue
-        moving[at] = (
-            min(1.0, _wire_share(after) / max(_wire_share(before), 1e-9)) if before.seconds > 0 else _wire_share(after)
-        )
-        if before.seconds > 0:
-            ratio[at] = after.seconds / before.seconds
-            evens_out[at] = before.last_s > 0 and (grown or before.seconds != after.seconds)
-            if evens_out[at]:
-                ratio[at] = after.seconds / (before.seconds - before.last_s)
-            larger = now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size
-            if larger and _even(old.groups[was.group], cluster):
-                # More ranks never make the same bytes faster; only a prior beyond a slow measured tier would say so.
-                # Those that fill a partly filled node do.
-                ratio[at] = max(1.0, ratio[at])
-        else:
-            ratio[at], absolute[at] = 0.0, after.seconds * 1e9
+        if before is not None and after is not None:
+            # More ranks never make the same bytes faster; only a prior beyond a slow measured tier would say so.
+            # Those that fill a partly filled node do.
+            floor = _larger(old, was, new, now) and _even(old.groups[was.group], cluster)
+            change.set(at, before, after, grown, floor)
+        elif now.group >= 0 and new.groups[now.group].size != old.groups[was.group].size:
+            costs[-1] = UNMODELLED
+    return Scaled(_changed(new, dur_ns, change), tuple(costs), change.moving)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What becomes of each collective's time, float64[collectives]: measured × ratio + absolute (ns).
+
+    evens_out  bool[collectives]: all members take as long as the last one there
+    """
+
+    ratio: Floats
+    absolute: Floats
+    moving: Floats
+    evens_out: BoolArray
+
+    @classmethod
+    def nothing(cls, count: int) -> _Change:
+        return cls(np.ones(count), np.zeros(count), np.ones(count), np.zeros(count, np.bool_))
+
+    def set(self, at: int, before: Cost, after: Cost, grown: bool, floor: bool) -> None:
+        """One collective's change by its costs; `floor`: it takes no less than measured."""
+        if not before.seconds > 0:
+            self.moving[at] = _wire_share(after)
+            self.ratio[at], self.absolute[at] = 0.0, after.seconds * 1e9
+            return
+        self.moving[at] = min(1.0, _wire_share(after) / max(_wire_share(before), 1e-9))
+        self.evens_out[at] = before.last_s > 0 and (grown or before.seconds != after.seconds)
+        ratio = after.seconds / (before.seconds - (before.last_s if self.evens_out[at] else 0.0))
+        self.ratio[at] = max(1.0, ratio) if floor else ratio
+
+
+def _larger(old: Graph, was: GraphCollective, new: Graph, now: GraphCollective) -> bool:
+    return was.group >= 0 and now.group >= 0 and new.groups[now.group].size > old.groups[was.group].size
+
+
+def beyond_ns(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> Floats:
+    """Of each transfer's time what exceeds CLEAN of those like it, 0 where its rank moved something else; float64[n].
+
+    Over TCP that is a thread waiting for a core or a packet that is late: it depends on the host and not on what is
+    moved, so another size or group does not stretch it.
+    """
+    out = np.zeros(len(graph))
+    nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0))
+    transfer = transfer_by_instance(graph, graph.dur_ns)
+    like: dict[tuple[str, int, int, int], list[int]] = {}
+    for at, item in enumerate(graph.collectives):
+        if item.group >= 0 and transfer[at] > 0:
+            group = graph.groups[item.group]
+            like.setdefault((item.kind, whole_bytes(item, group.size), group.size, group.stride), []).append(at)
+    beyond = np.zeros(len(transfer))
+    for members in like.values():
+        each = transfer[members]
+        beyond[members] = np.maximum(0.0, each - np.quantile(each, CLEAN, method="lower"))
+    beyond[graph.instance[nodes[unshared_ns(graph, start_ns, end_ns)[nodes] != graph.dur_ns[nodes]]]] = 0.0
+    out[nodes] = np.minimum(beyond[graph.instance[nodes]], graph.dur_ns[nodes])
+    return out
+
+
+def _changed(graph: Graph, dur_ns: IntArray, change: _Change) -> IntArray:
+    """Durations with the change applied to the transfers."""
     out = dur_ns.copy()
-    nodes = np.flatnonzero((new.kind == NodeKind.TRANSFER) & (new.instance >= 0))
-    instance = new.instance[nodes]
-    changed = (ratio[instance] != 1.0) | (absolute[instance] != 0.0) | evens_out[instance]
-    nodes, instance = nodes[changed], instance[changed]
+    nodes = np.flatnonzero((graph.kind == NodeKind.TRANSFER) & (graph.instance >= 0))
+    instance = graph.instance[nodes]
+    changed = (change.ratio != 1.0) | (change.absolute != 0.0) | change.evens_out
+    nodes, instance = nodes[changed[instance]], instance[changed[instance]]
     # Where members end one after another, which of them is last differs elsewhere: all take as long as the last one
     # there, in proportion to the one that had nothing to wait for here. So it is in groups that stay as they are, once
     # the job has more ranks: two alone may arrive together and have nothing to wait for, two of many hardly do.
-    shortest = np.full(len(new.collectives), np.iinfo(np.int64).max)
+    shortest = np.full(len(change.ratio), np.iinfo(np.int64).max)
     np.minimum.at(shortest, instance, dur_ns[nodes])
-    was_ns = np.where(evens_out[instance], shortest[instance], dur_ns[nodes])
-    out[nodes] = np.round(was_ns * ratio[instance] + absolute[instance]).astype(np.int64)
-    return Scaled(out, tuple(costs), moving)
+    was_ns = np.where(change.evens_out[instance], shortest[instance], dur_ns[nodes])
+    out[nodes] = np.round(was_ns * change.ratio[instance] + change.absolute[instance]).astype(np.int64)
+    return out
 
 
 def _even(group: GraphGroup, cluster: Cluster) -> bool:

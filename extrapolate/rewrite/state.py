@@ -24,11 +24,15 @@ from scaletrace.extrapolate.recompute import how_much, like_forward, marked, wit
 from scaletrace.extrapolate.rewrite.agreement import agreed
 from scaletrace.extrapolate.rewrite.messages import MessageTime, Streamed
 from scaletrace.extrapolate.routing import UNKNOWN, Routing, observed
+from scaletrace.extrapolate.transfers import beyond_ns
 from scaletrace.extrapolate.workload import infer_model, measured_ceilings
 from scaletrace.parse.build import Built
-from scaletrace.parse.events import BoolArray, Int32Array
+from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 from scaletrace.parse.health import Health
+from scaletrace.replay.engine import replay
+
+Floats = np.typing.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,9 @@ def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceiling
     groups, said = renamed(built.graph.groups, layout)
     built, again = with_recompute(replace(built, graph=replace(built.graph, groups=groups)) if said else built)
     anatomy = agreed(built.graph, marked(dissect(built, layout), again))
+    if network.cluster.backend == "gloo":
+        timeline = replay(built.graph)
+        anatomy = replace(anatomy, beyond_ns=beyond_ns(built.graph, timeline.start_ns, timeline.end_ns))
     work = like_forward(built.graph, anatomy, node_work(built, anatomy, layout.tp))
     if not (layout.mbs and layout.seq):
         try:
@@ -215,12 +222,21 @@ def recosted(state: State, collectives: Sequence[GraphCollective], groups: Seque
     exact = state.anatomy.exact_ns.copy()
     at_nodes = np.flatnonzero((graph.kind == int(NodeKind.TRANSFER)) & (graph.instance >= 0))
     of = graph.instance[at_nodes]
-    exact[at_nodes] = exact[at_nodes] * factor[of] + absolute[of]
+    exact[at_nodes] = longer(state.anatomy, at_nodes, factor[of]) + absolute[of]
     return replace(
         state,
         graph=replace(graph, collectives=tuple(collectives), groups=tuple(groups)),
         anatomy=replace(state.anatomy, exact_ns=exact),
     ).with_durations()
+
+
+def longer(anatomy: Anatomy, nodes: IntArray, factor: Floats) -> Floats:
+    """Times of transfers, `factor` times as long but for what goes beyond them (Anatomy.beyond_ns); 0 leaves nothing."""
+    exact = anatomy.exact_ns[nodes]
+    if anatomy.beyond_ns is None:
+        return exact * factor
+    beyond = np.where(factor > 0, np.minimum(anatomy.beyond_ns[nodes], exact), 0.0)
+    return np.asarray((exact - beyond) * factor + beyond, np.float64)
 
 
 def whole_bytes(item: GraphCollective, size: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from scaletrace.extrapolate.anatomy import MESSAGES
 from scaletrace.extrapolate.kernels import Shape
-from scaletrace.extrapolate.rewrite.state import Source, State, axis_of_item, cost_s, scaled_bytes
+from scaletrace.extrapolate.rewrite.state import Source, State, axis_of_item, cost_s, longer, scaled_bytes
 from scaletrace.parse.events import Int32Array, IntArray
 from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup, NodeKind
 
@@ -130,10 +130,12 @@ def _exact(old: State, state: State, source: Source, items: Sequence[GraphCollec
     was, now = before[first[changed]], after[first[changed]]
     exact[changed] = np.where(was > 0, exact[changed] * now / np.where(was > 0, was, 1.0), now)
     left = (first < 0) & (old.graph.kind == int(NodeKind.TRANSFER)) & (old.graph.instance >= 0)
-    for node in np.flatnonzero(left).tolist():
-        at = int(old.graph.instance[node])
+    nodes = np.flatnonzero(left)
+    factor = np.ones(len(nodes))
+    for number, at in enumerate(old.graph.instance[nodes].tolist()):
         one = cost_s(state.network, old.graph.collectives[at], old.graph.groups)
-        exact[node] *= cost_s(state.network, items[at], groups) / one if one > 0 else 1.0
+        factor[number] = cost_s(state.network, items[at], groups) / one if one > 0 else 1.0
+    exact[nodes] = longer(old.anatomy, nodes, factor)
     return exact
 
 

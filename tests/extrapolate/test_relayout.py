@@ -22,7 +22,7 @@ from scaletrace.extrapolate.rewrite.batch import resize_micro_batch, without_ear
 from scaletrace.extrapolate.rewrite.select import real_ranks
 from scaletrace.extrapolate.rewrite.sequence import resize_sequence
 from scaletrace.extrapolate.rewrite.stages import pipeline
-from scaletrace.extrapolate.rewrite.state import State, open_state
+from scaletrace.extrapolate.rewrite.state import State, open_state, recosted
 from scaletrace.extrapolate.rewrite.tp import tensor
 from scaletrace.parse.build import build
 from scaletrace.parse.graph import Graph, NodeKind
@@ -193,3 +193,18 @@ def test_a_search_replays_no_graph_that_takes_minutes(samples: Path) -> None:
 
     assert row.replayed_s is None
     assert (row.why_not or "").endswith("and a search replays up to 1,000,000")
+
+
+def test_what_goes_beyond_a_transfer_is_not_stretched_and_comes_back(stateful: Stateful) -> None:
+    """Of a transfer of which 300 ns are the host's, the rest alone follows the cost of more bytes, and back it is exact."""
+    state = stateful(2, 1, ranks=2, reduce_ns=1000)
+    nodes = np.flatnonzero((state.graph.kind == int(NodeKind.TRANSFER)) & (state.graph.instance >= 0))
+    beyond = np.zeros(len(state.graph))
+    beyond[nodes[0]] = 300.0
+    held = replace(state, anatomy=replace(state.anatomy, beyond_ns=beyond))
+    larger = [replace(item, bytes_in=1 << 24, bytes_out=1 << 24) for item in state.graph.collectives]
+    plain, out = (recosted(each, larger, state.graph.groups) for each in (state, held))
+    factor = plain.anatomy.exact_ns[nodes] / 1000
+    assert (factor > 2).all()
+    assert out.anatomy.exact_ns[nodes].tolist() == pytest.approx([700 * factor[0] + 300, *(1000 * factor[1:])])
+    assert same(state.graph, recosted(out, state.graph.collectives, state.graph.groups).graph)

@@ -12,6 +12,7 @@ from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.rewrite.data import resize
 from scaletrace.extrapolate.transfers import (
     algorithm_of,
+    beyond_ns,
     evidence,
     rescale,
     serialised,
@@ -64,6 +65,24 @@ def test_transfers_that_shared_a_link_are_cut_to_what_they_take_alone() -> None:
 
     assert [50, 110] == alone[transfers].tolist()
     assert 160 == replay(serialised(graph), alone).makespan_ns == timeline.makespan_ns
+
+
+def test_what_exceeds_transfers_of_the_same_size_is_told_apart() -> None:
+    """Of 100, 90 and 160 ns after each other 90 count as clean, so 10 and 70 go beyond; another size is by itself."""
+    graph = serialised(_job([100, 90, 160, 400], [_reduce(64), _reduce(64), _reduce(64), _reduce(128)]))
+    timeline = replay(graph)
+    moves = np.flatnonzero(graph.kind == NodeKind.TRANSFER)
+    beyond = beyond_ns(graph, timeline.start_ns, timeline.end_ns)
+    by_instance = {int(graph.instance[node]): float(beyond[node]) for node in moves}
+    assert {0: 10.0, 1: 0.0, 2: 70.0, 3: 0.0} == by_instance
+    assert 160.0 == beyond.sum()
+
+
+def test_a_transfer_that_shared_its_link_has_nothing_beyond() -> None:
+    """Of three side by side none tells what it takes alone, so all of their time is stretched with what they move."""
+    graph = _job([100, 100, 160], [_reduce(64), _reduce(64), _reduce(64)])
+    timeline = replay(graph)
+    assert 0.0 == beyond_ns(graph, timeline.start_ns, timeline.end_ns).sum()
 
 
 def test_sizes_are_taken_from_time_where_the_trace_has_none() -> None:

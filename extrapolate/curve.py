@@ -116,6 +116,8 @@ class ScalingCurve:
                 "waiting": base.slowdown.default[0],
                 "moving": base.slowdown.default[1],
                 "transfers": base.slowdown.transfers,
+                "evidence": None if base.slowdown.source == "given" else base.slowdown.evidence,
+                "provenance": base.slowdown.provenance,
                 "source": base.slowdown.source,
             },
         }

@@ -28,6 +28,10 @@ PAIRS_WANTED = 5
 """A kernel counts as evidence where it ran at least this often with, and as often without, a resident collective."""
 MOSTLY, HARDLY = 0.8, 0.05
 LARGEST_KAPPA = 2.0
+SPREAD = 0.5
+"""How far kernels of a device are apart in κ (one sigma, relative to its prior); guessed, as the band of the prior is."""
+MEASURED = 0.9
+"""From this evidence on κ is called measured."""
 
 
 @jit
@@ -186,6 +190,7 @@ class Slowdown:
 
     default  κ of kernels without evidence;  by_name  κ of kernels that the trace itself tells;  pairs  their number
     transfers  how much slower transfers are beside kernels (μ)
+    evidence   how much of the kernels' time has a κ that the trace tells instead of the prior, 0 to 1
     """
 
     default: tuple[float, float]
@@ -193,6 +198,14 @@ class Slowdown:
     source: str
     pairs: int = 0
     transfers: float = COLLECTIVE_SLOWDOWN
+    evidence: float = 0.0
+
+    @property
+    def provenance(self) -> str:
+        """ "given", "prior", "measured", or "mixed (n kernels)" where only a part of the time is measured."""
+        if self.source == "given" or not self.pairs:
+            return "given" if self.source == "given" else "prior"
+        return "measured" if self.evidence >= MEASURED else f"mixed ({_kernels(self.pairs)})"
 
     def per_node(self, graph: Graph) -> Floats:
         """κ of every node, (0, μ) of transfers; float64[n, 2]."""
@@ -251,34 +264,47 @@ def measure(
 
     operands: further tells kernels apart that do other work under one name (`operands`).
 
-    For each such kernel κ = ratio of medians - 1, once for waiting and once for moving collectives. The defaults are
-    the time-weighted means, drawn to the prior as if that were worth PAIRS_WANTED kernels. What comes out negative
-    counts in the mean and is not applied. μ is that of transfer_slowdown.
+    For each such kernel κ = ratio of medians - 1, once for waiting and once for moving collectives, as far as its runs
+    agree (`Pair.trust`). The defaults are the time-weighted means, drawn to the prior as if that were worth PAIRS_WANTED
+    kernels, and what a kernel's own runs leave open is the default. What comes out negative counts in the mean and is
+    not applied. μ is that of transfer_slowdown.
     """
     durations = graph.dur_ns if dur_ns is None else dur_ns
     apart = np.zeros(len(graph), np.int64) if operands is None else operands
-    found = [_pairs(graph, share, durations, apart, column) for column in (0, 1)]
-    names = {name for rows in found for name, _, _ in rows}
+    found = [_pairs(graph, share, durations, apart, column, prior) for column in (0, 1)]
+    names = sorted({pair.name for rows in found for pair in rows})
     transfers = transfer_slowdown(graph, share, durations)
     if not names:
         return Slowdown((prior, prior), {}, "prior of the device", transfers=transfers)
-    default = tuple(_drawn(rows, prior) for rows in found)
+    default = _drawn(found[0], prior), _drawn(found[1], prior)
     by_name = {}
     for name in names:
-        own = [[(name, k, w) for other, k, w in rows if other == name] for rows in found]
-        by_name[name] = tuple(_mean(rows) if rows else default[c] for c, rows in enumerate(own))
-    count = len(names)
-    source = f"measured on {count} kernels with and without a resident collective"
-    return Slowdown(
-        (default[0], default[1]), {name: (k[0], k[1]) for name, k in by_name.items()}, source, count, transfers
-    )
+        own = [[pair for pair in rows if pair.name == name] for rows in found]
+        by_name[name] = (_mean(own[0], default[0]), _mean(own[1], default[1]))
+    source = f"{_kernels(len(names))} with and without a resident collective, drawn to the prior of the device"
+    return Slowdown(default, by_name, source, len(names), transfers, _evidence(graph, durations, found[1]))
 
 
-Pair = tuple[str, float, float]
+def _kernels(count: int) -> str:
+    return f"{count} kernel{'s' * (count != 1)}"
 
 
-def _pairs(graph: Graph, share: Floats, durations: IntArray, apart: IntArray, column: int) -> list[Pair]:
-    """(name, κ, time) of kernels with enough runs beside a collective in that state and beside none."""
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What one kernel's runs beside a collective in one state, and beside none, tell: κ, their time, and how far to
+    trust it.
+
+    trust  variance of κ among kernels over that plus the variance of this one, by the scatter and number of its runs
+    """
+
+    name: str
+    kappa: float
+    time_ns: float
+    trust: float
+
+
+def _pairs(graph: Graph, share: Floats, durations: IntArray, apart: IntArray, column: int, prior: float) -> list[Pair]:
+    """Kernels with enough runs beside a collective in that state and beside none."""
     kernels = np.flatnonzero((graph.kind == NodeKind.KERNEL) & device_lanes(graph) & (durations > 0))
     blocks = graph.blocks if len(graph.blocks) else np.zeros(len(graph), np.int32)
     key = np.stack([graph.name[kernels].astype(np.int64) * (2**31) + blocks[kernels], apart[kernels]], axis=1)
@@ -287,12 +313,30 @@ def _pairs(graph: Graph, share: Floats, durations: IntArray, apart: IntArray, co
     _, first = np.unique(number.reshape(-1)[order], return_index=True)
     out: list[Pair] = []
     for group in np.split(kernels[order], first[1:]):
-        free = group[share[group].sum(axis=1) <= HARDLY]
-        beside = group[(share[group, column] >= MOSTLY) & (share[group, 1 - column] <= HARDLY)]
+        free = durations[group[share[group].sum(axis=1) <= HARDLY]]
+        beside = durations[group[(share[group, column] >= MOSTLY) & (share[group, 1 - column] <= HARDLY)]]
         if min(len(beside), len(free)) >= PAIRS_WANTED:
-            ratio = float(np.median(durations[beside]) / np.median(durations[free]))
-            out.append((graph.name_of(int(group[0])), ratio - 1.0, float(durations[group].sum())))
+            ratio = float(np.median(beside) / np.median(free))
+            unsure = ratio**2 * (_median_error(beside) ** 2 + _median_error(free) ** 2)
+            spread = (SPREAD * prior) ** 2
+            trust = spread / (spread + unsure) if spread + unsure > 0 else 1.0
+            out.append(Pair(graph.name_of(int(group[0])), ratio - 1.0, float(durations[group].sum()), trust))
     return out
+
+
+def _median_error(values: IntArray) -> float:
+    """Relative standard error of a median, from the scatter of the values around it."""
+    middle = float(np.median(values))
+    scatter = 1.4826 * float(np.median(np.abs(values - middle)))
+    return float(np.sqrt(np.pi / 2 / len(values))) * scatter / middle
+
+
+def _evidence(graph: Graph, durations: IntArray, rows: Sequence[Pair]) -> float:
+    """How much of all kernels' time has a κ beside moving collectives that was measured: its own, else the default's."""
+    kernels = (graph.kind == NodeKind.KERNEL) & device_lanes(graph)
+    own = sum(pair.time_ns * pair.trust for pair in rows) / max(1.0, float(durations[kernels].sum()))
+    told = sum(pair.trust for pair in rows)
+    return own + (1 - own) * told / (told + PAIRS_WANTED)
 
 
 def transfer_slowdown(graph: Graph, share: Floats, durations: IntArray) -> float:
@@ -319,16 +363,21 @@ def transfer_slowdown(graph: Graph, share: Floats, durations: IntArray) -> float
     return total / weight
 
 
-def _mean(rows: Sequence[Pair]) -> float:
-    """Time-weighted κ, between none and LARGEST_KAPPA."""
-    mean = sum(kappa * weight for _, kappa, weight in rows) / sum(weight for _, _, weight in rows)
+def _mean(rows: Sequence[Pair], otherwise: float) -> float:
+    """Time-weighted κ, between none and LARGEST_KAPPA; what the runs of a kernel leave open is `otherwise`."""
+    total = sum(pair.time_ns for pair in rows)
+    if not total:
+        return otherwise
+    mean = sum((pair.trust * pair.kappa + (1 - pair.trust) * otherwise) * pair.time_ns for pair in rows) / total
     return min(LARGEST_KAPPA, max(0.0, mean))
 
 
 def _drawn(rows: Sequence[Pair], prior: float) -> float:
-    """The mean of all kernels, drawn to the prior."""
-    own = _mean(rows) if rows else prior
-    return (own * len(rows) + prior * PAIRS_WANTED) / (len(rows) + PAIRS_WANTED)
+    """The mean of all kernels, drawn to the prior; a kernel whose runs scatter counts for less than one."""
+    told = sum(pair.trust for pair in rows)
+    weight = sum(pair.trust * pair.time_ns for pair in rows)
+    own = sum(pair.trust * pair.kappa * pair.time_ns for pair in rows) / weight if weight else prior
+    return (min(LARGEST_KAPPA, max(0.0, own)) * told + prior * PAIRS_WANTED) / (told + PAIRS_WANTED)
 
 
 def lost_shares(kappa: Floats, share: Floats) -> Floats:

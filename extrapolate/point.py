@@ -37,7 +37,8 @@ SIGMAS = 1.645
 SWEEPS = 3
 PRIOR_NOISE_FACTOR, MEASURED_NOISE_FACTOR = 1.0, 0.35
 PRIOR_OVERLAP_FACTOR, MEASURED_OVERLAP_FACTOR = 0.5, 0.2
-"""Relative uncertainty (one sigma) of straggler loss and of overlap slowdown, where each is a prior or measured."""
+"""Relative uncertainty (one sigma) of straggler loss and of overlap slowdown, where each is a prior or measured; of a
+slowdown that is partly both, between the two by its evidence."""
 FLOOR_NS = 2_000
 """No kernel gets shorter than this when its shard shrinks: a launch's worth of work."""
 POWER = PowerModel()
@@ -308,8 +309,9 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
     step_s, lost_s = found.step_s, found.lost_s
     comm_low, comm_high = _communication_band(done, step_s)
     noise_sigma = lost_s * (PRIOR_NOISE_FACTOR if "prior" in base.noise.source else MEASURED_NOISE_FACTOR)
-    known = base.slowdown.pairs > 0 or base.slowdown.source == "given"
-    overlap_sigma = (step_s - found.ideal_s) * (MEASURED_OVERLAP_FACTOR if known else PRIOR_OVERLAP_FACTOR)
+    known = 1.0 if base.slowdown.source == "given" else base.slowdown.evidence
+    unsure = np.sqrt(known * MEASURED_OVERLAP_FACTOR**2 + (1 - known) * PRIOR_OVERLAP_FACTOR**2)
+    overlap_sigma = (step_s - found.ideal_s) * float(unsure)
     model_error = float(np.hypot(base.model_error, done.retimed.error if done.retimed else 0.0))
     noise_sigma = float(np.hypot(noise_sigma, model_error * step_s))
     common = (SIGMAS * noise_sigma) ** 2 + (SIGMAS * overlap_sigma) ** 2 + (SIGMAS * base.jitter_s) ** 2
@@ -510,7 +512,9 @@ def _provenance(base: Base, done: Stretched, gpus: int, more: Mapping[str, float
     if gpus != base.ranks:
         out["stragglers"] = "prior" if "prior" in base.noise.source else "extrapolated"
         if base.share.any():
-            out["overlap"] = "measured" if base.slowdown.pairs else "prior"
+            out["overlap"] = base.slowdown.provenance
+    if base.share.any():
+        out["slowed_compute"] = f"modelled, overlap {base.slowdown.provenance}"
     if more.get("memory_bytes") is not None:
         out["memory"] = base.footprint.source
     if more.get("power_W_per_gpu") is not None:

@@ -434,14 +434,6 @@ def _where(span: Any, size: Any) -> str:
     return f"at {units.number(size)}"
 
 
-def _ideal(point: Document) -> str:
-    """The step without what overlap costs the kernels, where that makes a difference of a percent."""
-    step, ideal = _p50(point.get("step_time_s")), _p50(point.get("ideal_overlap_step_time_s"))
-    if step is None or ideal is None or ideal > 0.99 * step:
-        return units.MISSING
-    return units.seconds(ideal)
-
-
 def _slowed(point: Document) -> str:
     """What kernels take longer for communication beside them, where it is a percent of the step."""
     parts = point.get("parts")
@@ -458,7 +450,6 @@ _CURVE_COLUMNS: tuple[tuple[str, Callable[[Document], str], bool], ...] = (
     ("GPUs", lambda p: units.number(p.get("gpus")), True),
     ("step", lambda p: units.seconds(_p50(p.get("step_time_s"))), True),
     ("band", band, True),
-    ("overlap\nfree", _ideal, True),
     ("tok/s\n/GPU", lambda p: units.number(_p50(p.get("tokens_per_s_per_gpu"))), True),
     ("MFU", lambda p: units.percent(_p50(p.get("mfu"))), True),
     ("exposed", lambda p: units.percent(_p50(p.get("exposed_comm_fraction"))), True),

@@ -278,14 +278,14 @@ def test_sizes_that_do_not_fit_are_refused(gathers: Base) -> None:
 
 
 def test_eight_h100_are_stretched_with_honest_origins(shared_data: Path) -> None:
-    """A public job of one node: beyond it communication is the prior's, overlap and compute are measured, steps only grow."""
+    """A public job of one node: beyond it communication is the prior's, compute measured, overlap mostly; steps grow."""
     curve = extrapolate(load(shared_data / "traces" / "nanogpt8_h100"), sizes=[8, 16, 128, 1024])
     first, *rest = curve.points
     times = [point.p50_s for point in curve.points]
 
     assert ("dgx_h100", Layout(fsdp=8)) == (curve.base.cluster.name, first.layout)
     assert "measured" == first.provenance["communication"] and first.low_s < first.p50_s < first.high_s
-    assert {("prior", "measured", "measured", "prior")} == {
+    assert {("prior", "measured", "mixed (16 kernels)", "prior")} == {
         (p.provenance["communication"], p.provenance["compute"], p.provenance["overlap"], p.provenance["stragglers"])
         for p in rest
     }

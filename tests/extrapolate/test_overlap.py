@@ -77,6 +77,32 @@ def test_slowdown_is_measured_on_kernels_that_ran_both_ways() -> None:
     assert 0.1 == found.default[0] < found.default[1] < 0.4 and found.pairs == 1
 
 
+@pytest.mark.parametrize(("apart", "trust"), [(0, 1.0), (8, 0.433), (40, 0.03)])
+def test_runs_that_scatter_draw_a_kernel_to_the_prior(apart: int, trust: float) -> None:
+    """Medians of 140 beside moving data and 100 without say 0.4; the more the runs scatter, the less of that is believed."""
+    spread = [-apart, -apart, 0, apart, apart]
+    durations = [140 + x for x in spread] + [100 + x for x in spread]
+    graph = _graph(["gemm"] * 10, durations, 5 * 140)
+    timeline = replay(graph)
+    found = overlap.measure(graph, overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns), prior=0.2)
+    default = (trust * 0.4 + overlap.PAIRS_WANTED * 0.2) / (trust + overlap.PAIRS_WANTED)
+
+    assert found.default[1] == pytest.approx(default, abs=0.001)
+    assert found.by_name["gemm"][1] == pytest.approx(trust * 0.4 + (1 - trust) * default, abs=0.01)
+
+
+def test_provenance_of_the_slowdown_says_how_much_of_it_is_measured() -> None:
+    """One kernel that is all of the time is measured; where another takes 9 times as long it is one of a mixture."""
+    for rest, expected in (([], "measured"), ([10_000], "mixed (1 kernel)")):
+        graph = _graph(["gemm"] * 16 + ["other"] * len(rest), [140] * 8 + [100] * 8 + rest, 8 * 140)
+        timeline = replay(graph)
+        found = overlap.measure(graph, overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns), prior=0.1)
+
+        assert expected == found.provenance
+    assert "prior" == overlap.Slowdown((0.1, 0.1), {}, "prior of the device").provenance
+    assert "given" == overlap.Slowdown((0.1, 0.1), {}, "given").provenance
+
+
 def test_too_few_kernels_leave_the_prior() -> None:
     """Four pairs are no evidence: the device's prior is used, and said to be one."""
     graph = _graph(["gemm"] * 8, [140] * 4 + [100] * 4, 4 * 140)

@@ -25,6 +25,9 @@ class Provenance(IntEnum):
     PRIOR = 4
 
 
+_Parts = tuple[float, float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """Multipliers on the three parts of a cost, and the evidence behind them.
@@ -64,18 +67,35 @@ class Fit:
         smallest, largest = self.parts_bytes
         local, remote, wire = self.ends[1 if part_bytes > largest else 0]
         less, more = max(1.0, smallest / part_bytes), max(1.0, part_bytes / largest) if largest else 1.0
-        parts = [(local * less, remote * less * steps, wire * more * steps) for steps in (1.0, more_steps)]
-        doubt = max(self._spread(each) for each in parts)
+        doubt = 0.0
+        for steps in (1.0, more_steps):
+            latency, bandwidth = (local, remote * steps, 0.0), (0.0, 0.0, wire * steps)
+            growing = (bandwidth, latency, less) if less > 1 else (latency, bandwidth, more)
+            doubt = max(doubt, self._largest_spread(*growing))
         if self.ranks[0] < self.ranks[1]:
             return doubt
         # One size of group leaves open whether steps take longer than the prior's or the base does, for all steps alike.
-        steps = parts[1][1]
-        return math.hypot(doubt, steps * abs(1 - 1 / self.remote) * (1 - 1 / more_steps) / (sum(parts[1]) or 1.0))
+        of_steps = remote * less * more_steps
+        total = local * less + of_steps + wire * more * more_steps
+        return math.hypot(doubt, of_steps * abs(1 - 1 / self.remote) * (1 - 1 / more_steps) / (total or 1.0))
 
-    def _spread(self, parts: tuple[float, float, float]) -> float:
-        """Relative error of a sum of the three parts, whose multipliers vary together."""
-        variance = sum(a * b * self.covariance[3 * i + j] for i, a in enumerate(parts) for j, b in enumerate(parts))
-        return math.sqrt(max(0.0, variance)) / (sum(parts) or 1.0)
+    def _largest_spread(self, fixed: _Parts, growing: _Parts, factor: float) -> float:
+        """The largest relative error of `fixed` + m × `growing` for m from 1 to `factor`, so that it never shrinks with
+        distance where errors of the parts cancel; its slope in m has one zero at most."""
+        first, last = sum(fixed), sum(growing)
+        both = self._covariance(fixed, fixed), self._covariance(fixed, growing), self._covariance(growing, growing)
+        places = [1.0, factor]
+        slope = both[2] * first - both[1] * last
+        if slope:
+            turn = (both[0] * last - both[1] * first) / slope
+            places += [turn] if 1.0 < turn < factor else []
+        return max(
+            math.sqrt(max(0.0, both[0] + 2 * m * both[1] + m * m * both[2])) / (first + m * last or 1.0) for m in places
+        )
+
+    def _covariance(self, one: _Parts, other: _Parts) -> float:
+        """Of two sums of the three parts, whose multipliers vary together."""
+        return sum(a * b * self.covariance[3 * i + j] for i, a in enumerate(one) for j, b in enumerate(other))
 
     def apply(self, term: Term) -> Term:
         return replace(

@@ -60,6 +60,7 @@ def _replay(sample: Path, output: Path, spoken: bool) -> dict[str, Any]:
 
 
 def _extrapolate(sample: Path, output: Path, spoken: bool) -> dict[str, Any]:
+    from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.curve import extrapolate
     from scaletrace.parse.build import build
     from scaletrace.parse.load import load
@@ -68,7 +69,7 @@ def _extrapolate(sample: Path, output: Path, spoken: bool) -> dict[str, Any]:
     if spoken:
         out.print()
         out.rule(f"[bold]2  extrapolate[/]  {sample.name}: two ranks of the same job, none slowed, on more ranks")
-    curve = extrapolate(build(load(str(sample))), sizes=list(SIZES))
+    curve = extrapolate(build(load(str(sample))), cluster=Cluster.load("gloo_10g"), sizes=list(SIZES))
     answer = document("scaletrace.extrapolate/1", sample.name, curve.health.to_json(), **curve.to_json_parts())
     (output / "curve.json").write_text(json.dumps(answer, indent=1, allow_nan=False) + "\n")
     if spoken:

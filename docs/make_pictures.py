@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from scaletrace.cli.common import document
+from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.curve import extrapolate
 from scaletrace.parse.build import build
 from scaletrace.parse.load import load
@@ -35,7 +36,8 @@ def main() -> None:
     """A selected piece of the critical path in Perfetto, the report, and plots as SVG."""
     result = replay_job(build(load(str(SAMPLES / "ddp_straggler_w4"))))
     replayed = document("scaletrace.replay/1", "ddp_straggler_w4", result.health.to_json(), **result.to_json_parts())
-    curve = extrapolate(build(load(str(SAMPLES / "ddp_w4"))), sizes=[4, 8, 16, 32, 64, 128, 256, 512, 1024])
+    sizes = [4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    curve = extrapolate(build(load(str(SAMPLES / "ddp_w4"))), cluster=Cluster.load("gloo_10g"), sizes=sizes)
     stretched = document("scaletrace.extrapolate/1", "ddp_w4", curve.health.to_json(), **curve.to_json_parts())
     write_plots(PICTURES, [stretched, replayed])
     with tempfile.TemporaryDirectory() as name, chromium() as page:

@@ -15,6 +15,7 @@ from scaletrace.extrapolate.anatomy import Anatomy, dissect
 from scaletrace.extrapolate.calibrate import Evidence, calibrate
 from scaletrace.extrapolate.cluster import Cluster, Link
 from scaletrace.extrapolate.compute import compute_nodes
+from scaletrace.extrapolate.cores import Crowd, crowd_of
 from scaletrace.extrapolate.costs import Calibration, collective_seconds
 from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.flops import flop_by_growth, step_flop
@@ -94,6 +95,7 @@ class Base:
     fit                  the measured step and its replay
     found                the transfers that the calibration rests on
     certainty            that the axes which decide the layout are what they are taken for, 0 to 1
+    crowd                how ranks without devices shared the cores of their hosts; None where they did not
     flop_counted         whether FLOP come from recorded shapes, which tell matrix products and attention alone
     batch, retiming      how a fixed global batch is divided; only where strong scaling was asked for
     """
@@ -131,6 +133,7 @@ class Base:
     health: Health = field(default_factory=Health)
     certainty: float = 1.0
     flop_counted: bool = False
+    crowd: Crowd | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,7 @@ class _Measured:
     moves_compute: bool
     health: Health
     certainty: float
+    crowd: Crowd | None = None
     carried: bool = False
     growth: tuple[float, float] = (1.0, 1.0)
 
@@ -241,8 +245,10 @@ def prepare(
     measured = _Measured(
         built.job, Asked(asked, bucket_bytes, noise, slowdown, units, strong), there, calibration, origin,
         _fit(built, ranks), footprint_of(built, graph, dissect(built), layout, health), found, ranks, layout, origin.compute_moves(there), health, certainty,
-        moves or carries,
+        crowd_of(built.job, graph, cluster), moves or carries,
     )  # fmt: skip
+    if measured.crowd is not None:
+        health.note(measured.crowd.note())
     cautions.straggler(replay(built.graph), health)
     return _ready(measured, built, graph)
 
@@ -426,6 +432,7 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
         retiming=marks.retiming,
         health=health,
         certainty=measured.certainty,
+        crowd=measured.crowd,
     )
 
 

@@ -403,13 +403,16 @@ def _mfu(base: Base, found: Core, options: Options, scale: float) -> tuple[float
 
 
 def _untold(base: Base, found: Core) -> str | None:
-    """Why the band of a larger size says nothing, where no data axis was seen: what it would cost is in no number."""
-    if found.gpus <= base.ranks or has_data_axis(base.graph):
-        return None
-    return (
-        "the trace holds no collective of a data axis, so what more ranks cost is not known; low and high cover what "
-        "was measured alone"
-    )
+    """Why the band of another size says nothing: no data axis was seen, so what more ranks cost is in no number, or ranks
+    shared the cores of a host."""
+    if found.gpus > base.ranks and not has_data_axis(base.graph):
+        return (
+            "the trace holds no collective of a data axis, so what more ranks cost is not known; low and high cover what "
+            "was measured alone"
+        )
+    if base.crowd is not None and found.gpus != base.ranks:
+        return base.crowd.untold(found.gpus) or None
+    return None
 
 
 def _foreign(base: Base) -> str:

@@ -40,6 +40,16 @@ def hosts_in(manifest: Mapping[str, Any]) -> dict[int, str]:
     return out
 
 
+def cpus_in(manifest: Mapping[str, Any]) -> dict[int, int]:
+    """How many CPUs the host of each rank has, where the manifest tells."""
+    out: dict[int, int] = {}
+    for host in _mappings(manifest.get("hosts")):
+        cpus = host.get("cpus")
+        if _is_int(cpus) and cpus > 0:
+            out.update(dict.fromkeys(_ints(host.get("ranks")), cpus))
+    return out
+
+
 def groups_in(manifest: Mapping[str, Any]) -> list[Said]:
     """All process groups of the job as the collector saw them."""
     out: list[Said] = []

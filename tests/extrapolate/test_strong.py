@@ -12,6 +12,7 @@ import pytest
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.base import prepare
+from scaletrace.extrapolate.cluster import Cluster
 from scaletrace.extrapolate.curve import _to_linear, extrapolate
 from scaletrace.extrapolate.kernels import GPU_FLOOR_S
 from scaletrace.extrapolate.layout import Layout
@@ -184,7 +185,8 @@ def test_sizes_that_do_not_divide_are_left_out_with_the_reason(samples: Path) ->
 def test_a_pipeline_laid_anew_keeps_its_messages_and_its_fill(shared_data: Path) -> None:
     """Four stages at two micro batches instead of four: messages take time though their size is not known, and five
     slots of seven remain, so the step is not halved."""
-    curve = extrapolate(load(shared_data / "gloo" / "pp_1f1b_w4"), sizes=[4, 8], weak=False)
+    alone = Cluster.load("gloo_10g")
+    curve = extrapolate(load(shared_data / "gloo" / "pp_1f1b_w4"), cluster=alone, sizes=[4, 8], weak=False)
     measured, doubled = curve.points
 
     assert 5 / 7 == pytest.approx(doubled.p50_s / measured.p50_s, rel=0.1)

@@ -10,7 +10,7 @@ import pytest
 
 from scaletrace.errors import InputError, UsageError
 from scaletrace.parse.load import load
-from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
+from scaletrace.parse.manifest import bounds_in, cpus_in, expected_ranks, groups_in, hosts_in
 from tests.parse.jobs import host, loaded, nccl, write
 
 
@@ -113,6 +113,9 @@ def test_manifest_forms() -> None:
     assert (0, 5) == expected_ranks({"ranks": {"expected": [0, 5]}})
     assert () == expected_ranks({"ranks": "all"})
     assert {0: "x", 1: "y"} == hosts_in(MANIFEST)
+    assert {0: 4, 2: 4} == cpus_in(
+        {"hosts": [{"cpus": 4, "ranks": [0, 2]}, {"cpus": "many", "ranks": [1]}, {"ranks": [3]}]}
+    )
     assert [(0, 1)] == [said.members for said in groups_in(MANIFEST)]
     assert [] == groups_in({"groups": [3, {"name": "x"}]})
     both = {"clocks": [{"rank": 2, "low_ns": 0, "high_ns": 10}, {"rank": 3, "low_ns": 100, "high_ns": 130}]}

@@ -95,13 +95,14 @@ def show(answer: dict[str, Any], drawn: Path | None) -> None:
     """Print what the change is worth, step by step and part by part."""
     from rich.text import Text
 
-    before, after = answer["before_ns"], answer["after_ns"]
-    word = ("shorter" if after <= before else "longer") + (" at most" if answer["is_bound"] else "")
-    share = abs(after - before) / before if before else 0.0
-    change = (
-        f"{_ms(abs(after - before))} ms ({share:.1%}) {word}" if after != before or answer["is_bound"] else "no change"
-    )
-    out.print(Text(f"{_ms(before)} ms → {_ms(after)} ms: {change}", style="bold"))
+    bound = answer["is_bound"]
+    step, steps = answer["step_time_ns"], sum(one["step"] >= 0 for one in answer["steps"])
+    window = _change(answer["before_ns"], answer["after_ns"], bound)
+    if steps > 1:
+        out.print(Text(f"a step: {_change(step['before'], step['after'], bound)}", style="bold"))
+        out.print(Text(f"the window of {steps} steps: {window}"))
+    else:
+        out.print(Text(window, style="bold"))
     for rule in answer["rules"]:
         count = rule["changed_nodes"]
         out.print(Text(f"  {rule['rule']}: {count:,} {'node' if count == 1 else 'nodes'} changed"))
@@ -111,6 +112,15 @@ def show(answer: dict[str, Any], drawn: Path | None) -> None:
         out.print(Text(f"note: {note}"), soft_wrap=True)
     if drawn is not None:
         out.print(Text(f"Perfetto trace: {drawn}; open it with: scaletrace view {drawn}"), soft_wrap=True)
+
+
+def _change(before: int, after: int, bound: bool) -> str:
+    """What a time becomes, and by how much; "at most" where the change is a bound."""
+    same = _ms(after) == _ms(before)
+    word = ("shorter" + " at most" * bound) if after <= before or same else "longer"
+    share = abs(after - before) / before if before else 0.0
+    change = f"{_ms(abs(after - before))} ms ({share:.1%}) {word}" if not same or bound else "no change"
+    return f"{_ms(before)} ms → {_ms(after)} ms: {change}"
 
 
 def _ms(time_ns: float) -> str:
@@ -137,13 +147,18 @@ def _steps(answer: dict[str, Any]) -> Table:
 
 
 def _parts(answer: dict[str, Any]) -> Table:
-    """Mean over ranks of each breakdown part, before and after."""
-    table = _table("mean of all ranks", "before ms", "after ms", "change ms")
+    """Mean over ranks of each breakdown part before and after: of a step, and of the window."""
+    several = sum(one["step"] >= 0 for one in answer["steps"]) > 1
+    window = ("window", "after", "change") if several else ("before", "after", "change")
+    table = _table("ms, mean of ranks", *(("a step", "after", "change") if several else ()), *window)
     ranks = list(answer["breakdown"])
     for key in [k for k, v in answer["breakdown"][ranks[0]].items() if isinstance(v, int)] if ranks else []:
-        was = sum(answer["breakdown_before"][r][key] for r in ranks) / len(ranks)
-        now = sum(answer["breakdown"][r][key] for r in ranks) / len(ranks)
-        table.add_row(
-            key.removesuffix("_ns").replace("_", " "), _ms(was), _ms(now), f"{(now - was) / MILLISECOND_NS:+,.3f}"
-        )
+        whole = (sum(answer[name][r][key] for r in ranks) / len(ranks) for name in ("breakdown_before", "breakdown"))
+        step = (answer[f"step_{name}"][key] for name in ("breakdown_before", "breakdown"))
+        cells = (_before_after(*step) if several else []) + _before_after(*whole)
+        table.add_row(key.removesuffix("_ns").replace("_", " "), *cells)
     return table
+
+
+def _before_after(was: float, now: float) -> list[str]:
+    return [_ms(was), _ms(now), f"{(now - was) / MILLISECOND_NS:+,.3f}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import pandas as pd
 
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import BETWEEN, LOADER, LOADER_WAIT, EdgeKind, Graph, NodeKind
+from scaletrace.replay.steps import step_window
 from scaletrace.replay.timeline import Timeline
 
 PARTS = ("compute", "overlapped_comm", "exposed_comm", "memory", "stall", "host", "idle")
@@ -51,16 +53,39 @@ def breakdown(timeline: Timeline, window: tuple[int, int] | None = None) -> list
     graph = timeline.graph
     if not len(graph):
         return []
-    start, end = window or (timeline.origin_ns, int(timeline.end_ns.max()))
+    whole = window or (timeline.origin_ns, int(timeline.end_ns.max()))
+    return _over(timeline, dict.fromkeys(np.unique(graph.rank[graph.lane >= 0]).tolist(), whole))
+
+
+def step_breakdown(timeline: Timeline) -> dict[str, float]:
+    """The parts of the mean step of the mean rank in ns, over what the step time counts (replay.steps); they add up to it.
+
+    Empty for a graph without work.
+    """
+    graph = timeline.graph
+    seen = step_window(graph, timeline.start_ns, timeline.end_ns)
+    spans = zip(seen.ranks.tolist(), seen.low_ns.tolist(), seen.high_ns.tolist(), strict=True)
+    found = _over(timeline, {rank: (low, high) for rank, low, high in spans})
+    count = int(seen.steps.sum())
+    return {
+        f"{part}_ns": sum(getattr(one, f"{part}_ns") for one in found) / count for part in (*PARTS, "wall") if count
+    }
+
+
+def _over(timeline: Timeline, windows: Mapping[int, tuple[int, int]]) -> list[RankBreakdown]:
+    """One RankBreakdown for each of these ranks, each over its own window."""
+    graph = timeline.graph
     comm_start = _arrivals(timeline)
-    ranks = np.unique(graph.rank[graph.lane >= 0]).tolist()
     used = np.unique(graph.instance[graph.nodes(NodeKind.TRANSFER)]).tolist()
     named = {instance: _axis(graph, instance) for instance in used}
     axes = sorted(set(named.values()))
     table = np.zeros(len(graph.collectives) + 1, np.int32)
     for instance, axis in named.items():
         table[instance] = axes.index(axis)
-    return [_of_rank(timeline, rank, start, end, comm_start, table[graph.instance], axes) for rank in ranks]
+    return [
+        _of_rank(timeline, rank, low, high, comm_start, table[graph.instance], axes)
+        for rank, (low, high) in windows.items()
+    ]
 
 
 def to_frame(parts: list[RankBreakdown]) -> pd.DataFrame:

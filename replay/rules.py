@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,8 +16,22 @@ EXAMPLES = "gemm*=0.5, comm=3, host=0.25, layer:blocks.3=0.5, bandwidth.nic=2x, 
 _RANK = re.compile(r"rank(\d+)\.?(.*)$")
 _TIME = re.compile(r"([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(ns|us|µs|ms|s)$")
 _FACTOR = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)x?$")
+CLOSE = 0.75
+"""A word this much like another one may have been meant (1 is the same)."""
 MOST_S = 1_000_000
 """Longest time that a rule may add or take, about twelve days."""
+
+
+WORDS = ("bandwidth", "latency", "overlap", "drop", "delay", *CLASSES)
+"""What a target may be called beside a name in the trace."""
+
+
+def meant(target: str, names: Iterable[str] = ()) -> str:
+    """ "; did you mean bandwidth.nic?" where a target is close to a word of the rules or to a name of the trace; else ""."""
+    head, dot, tail = target.partition(".")
+    known = {name.lower(): name for name in (*names, *WORDS)}
+    found = difflib.get_close_matches(head.strip("*").lower(), known, n=1, cutoff=CLOSE)
+    return f"; did you mean {known[found[0]]}{dot}{tail}?" if found and found[0] != head.lower() else ""
 
 
 class Action(Enum):
@@ -69,11 +85,11 @@ def parse_rule(text: str) -> Rule:
         raise UsageError(f"rule {text!r}: nothing follows the dot in {target!r}; examples: {EXAMPLES}")
     if head in ("bandwidth", "latency"):
         action = Action.BANDWIDTH if head == "bandwidth" else Action.LATENCY
-        return Rule(text, action, tail, rank, _factor(text, value))
+        return Rule(text, action, tail, rank, _factor(text, value, target))
     time = _TIME.match(value)
     if time is not None:
         return Rule(text, Action.ADD, target, rank, time_ns=_ns(text, time))
-    return Rule(text, Action.SCALE, target, rank, _factor(text, value))
+    return Rule(text, Action.SCALE, target, rank, _factor(text, value, target))
 
 
 def _delay(text: str, value: str, rank: int | None) -> Rule:
@@ -96,11 +112,11 @@ def _ns(text: str, time: re.Match[str]) -> int:
     return round(value_ns)
 
 
-def _factor(text: str, value: str) -> float:
+def _factor(text: str, value: str, target: str) -> float:
     found = _FACTOR.match(value)
     if found is None:
         raise UsageError(
-            f"rule {text!r}: {value!r} is neither a factor (0.5, 2x) nor a time (20ms); examples: {EXAMPLES}"
+            f"rule {text!r}: {value!r} is neither a factor (0.5, 2x) nor a time (20ms){meant(target)}; examples: {EXAMPLES}"
         )
     factor = float(found[1])
     if not 0 <= factor < float("inf"):

@@ -15,7 +15,7 @@ from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 from scaletrace.replay.contention import Slowdown, fit_slowdown, overlapped_share
 from scaletrace.replay.delays import Removal, remove_delay
 from scaletrace.replay.engine import replay
-from scaletrace.replay.rules import CLASSES, Action, Rule, parse_rule
+from scaletrace.replay.rules import CLASSES, Action, Rule, meant, parse_rule
 from scaletrace.replay.stragglers import peers_pace
 from scaletrace.replay.timeline import Timeline
 
@@ -156,10 +156,16 @@ def select(graph: Graph, rule: Rule) -> BoolArray:
         hosts_alone = not any(lane.is_device for lane in graph.lanes)
         where = "; this job ran on no device, so its operators are part of host" if hosts_alone else ""
         raise UsageError(
-            f"rule {rule.text!r} selects nothing; give a class ({', '.join(CLASSES)}), a name pattern or layer:PATTERN"
-            f"{where}"
+            f"rule {rule.text!r} selects nothing{meant(target, _names(graph))}; give a class ({', '.join(CLASSES)}), a name "
+            f"pattern or layer:PATTERN{where}"
         )
     return chosen
+
+
+def _names(graph: Graph) -> list[str]:
+    """What a rule may select by name: kinds of collectives, and names of one word."""
+    kinds = {one.kind for one in graph.collectives}
+    return sorted(kinds | {name for name in graph.names if name.isidentifier()})
 
 
 def _matching(texts: Sequence[str], pattern: str) -> list[int]:
@@ -207,7 +213,9 @@ def _drop(graph: Graph, dur: IntArray, rule: Rule) -> tuple[Graph, IntArray, int
     gone = _of_kind(graph, rule.target)
     if not gone.any():
         kinds = sorted({one.kind for one in graph.collectives})
-        raise UsageError(f"rule {rule.text!r}: no such collective; here: {', '.join(kinds) or 'none'}")
+        raise UsageError(
+            f"rule {rule.text!r}: no such collective{meant(rule.target, kinds)}; here: {', '.join(kinds) or 'none'}"
+        )
     met = (graph.edge_kind == EdgeKind.RENDEZVOUS) & gone[graph.edge_dst]
     return _without_edges(graph, met), np.where(gone, 0, dur), int(gone.sum())
 

@@ -51,6 +51,30 @@ def test_whatif_table(capture: Path) -> None:
     assert "0.077 ms → 0.052 ms: 0.025 ms (32.5%) shorter" in found.stdout
 
 
+def test_a_step_comes_before_the_window(samples: Path) -> None:
+    """Of several steps the headline is what one takes, as replay shows it; the window of all follows, in the table too."""
+    arguments = (str(samples / "fsdp2_w2"), "--set", "bandwidth=2x", "--no-trace")
+    text, answer = run(whatif, *arguments).stdout, json.loads(run(whatif, *arguments, "--json").stdout)
+    step, parts = answer["step_time_ns"], answer["step_breakdown"]
+
+    assert text.startswith("a step: 34.295 ms → ") and "the window of 3 steps: 113.687 ms → " in text
+    assert ["a step", "window"] == [word for word in ("a step", "window") if word in text.split("ms, mean of ranks")[1]]
+    assert parts["wall_ns"] == pytest.approx(step["after"], abs=1)
+    assert answer["after_ns"] > 3 * step["after"]
+
+
+def test_communication_that_stays_exposed_under_ideal_overlap_is_explained(shared_data: Path) -> None:
+    """Where a late host sets the pace nothing gets shorter, and collectives wait for it as long."""
+    job = str(shared_data / "traces" / "nanogpt8_h100")
+    ideal, less = (
+        json.loads(run(whatif, job, "--set", rule, "--no-trace", "--json").stdout)["notes"]
+        for rule in ("overlap=ideal", "comm=0.5")
+    )
+
+    assert any("which is no error: 89.5% of the critical path is host" in note for note in ideal)
+    assert not any("which is no error" in note for note in less)
+
+
 def test_bound_is_not_sold_as_a_prediction(capture: Path) -> None:
     """overlap=ideal says "at most" in the headline, why in a note, and is_bound in JSON."""
     arguments = (str(capture), "--set", "overlap=ideal", "--no-trace")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from scaletrace.parse.graph import EdgeKind, Graph, GraphLane, NodeKind
-from scaletrace.replay.breakdown import PARTS, breakdown, to_frame
+from scaletrace.replay.breakdown import PARTS, breakdown, step_breakdown, to_frame
 from scaletrace.replay.engine import replay
+from scaletrace.replay.steps import step_window
 from tests.replay.graphs import graph_of, two_ranks
 from tests.replay.test_engine import graphs
 
@@ -21,6 +23,18 @@ def test_parts_sum_to_the_wall(graph: Graph) -> None:
         assert timeline.makespan_ns == part.wall_ns
         assert part.wall_ns == sum(getattr(part, f"{name}_ns") for name in PARTS)
         assert 0 <= part.loader_ns <= part.host_ns
+
+
+@given(graphs())
+@settings(max_examples=30, deadline=None)
+def test_parts_of_a_step_sum_to_the_step_time(graph: Graph) -> None:
+    """What the mean rank does in the mean step adds up to the step time that every answer shows."""
+    timeline = replay(graph)
+    found = step_breakdown(timeline)
+    step_ns = step_window(graph, timeline.start_ns, timeline.end_ns).mean_ns
+
+    assert pytest.approx(step_ns) == found["wall_ns"]
+    assert pytest.approx(step_ns) == sum(found[f"{part}_ns"] for part in PARTS)
 
 
 def test_waiting_for_a_late_rank_is_exposed_communication() -> None:

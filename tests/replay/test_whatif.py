@@ -50,6 +50,27 @@ def test_wrong_rules_say_what_is_wrong(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bandwith=2x", "did you mean bandwidth?"),
+        ("rank1.latncy.tp=2", "did you mean latency.tp?"),
+        ("rank1.dely=none", "did you mean delay?"),
+        ("comput=2", "did you mean compute?"),
+        ("drop=allreduce", "did you mean all_reduce?"),
+        ("gmm=2", "did you mean gemm?"),
+    ],
+)
+def test_a_word_that_is_nearly_known_is_suggested(text: str, said: str) -> None:
+    """Words of the rules, kinds of collectives and names of the trace; a stranger gets no suggestion."""
+    graph = two_ranks(late_ns=50)
+    with pytest.raises(UsageError, match=said.replace("?", r"\?")):
+        whatif(graph, [text])
+    with pytest.raises(UsageError) as stranger:
+        whatif(graph, ["xyzzy=2"])
+    assert "did you mean" not in str(stranger.value)
+
+
+@pytest.mark.parametrize(
     ("rule", "change_ns"),
     [
         ("gemm=0.5", -75),

@@ -95,7 +95,7 @@ class Base:
     fit                  the measured step and its replay
     found                the transfers that the calibration rests on
     certainty            that the axes which decide the layout are what they are taken for, 0 to 1
-    crowd                how ranks without devices shared the cores of their hosts; None where they did not
+    crowd                how ranks shared cores or devices; None where they did not
     flop_counted         whether FLOP come from recorded shapes, which tell matrix products and attention alone
     batch, retiming      how a fixed global batch is divided; only where strong scaling was asked for
     """
@@ -245,10 +245,10 @@ def prepare(
     measured = _Measured(
         built.job, Asked(asked, bucket_bytes, noise, slowdown, units, strong), there, calibration, origin,
         _fit(built, ranks), footprint_of(built, graph, dissect(built), layout, health), found, ranks, layout, origin.compute_moves(there), health, certainty,
-        crowd_of(built.job, graph, cluster), moves or carries,
+        crowd_of(built, cluster), moves or carries,
     )  # fmt: skip
-    if measured.crowd is not None:
-        health.note(measured.crowd.note())
+    if measured.crowd is not None and (said := measured.crowd.note()):
+        health.note(said)
     cautions.straggler(replay(built.graph), health)
     return _ready(measured, built, graph)
 
@@ -287,7 +287,7 @@ def _with_state(measured: _Measured, built: Built, copies: ShardCopies) -> Base:
     try:
         state = with_gradients(state)
     except UsageError as error:
-        measured.health.note(f"Data ranks beyond the measured ones cost nothing here: {error}.")
+        measured.health.note(f"What data ranks beyond the measured ones send each other is in no number here: {error}.")
     cautions.data_axis(state.graph, measured.health)
     measured.health.add(state.health)
     by_row = copies.by_row(built.graph)

@@ -91,8 +91,9 @@ def data_axis(graph: Graph, health: Health) -> None:
         health.guessed["collectives of a kind without a cost model, which keep their measured time"] += unmodelled
     if not has_data_axis(graph):
         health.note(
-            "The trace holds no collective of a data axis that work waits for, so more data-parallel ranks cost nothing "
-            "here; record the job with at least two of them to have gradients synchronised."
+            "The trace holds no collective of a data axis that work waits for, so what more data-parallel ranks send each "
+            "other is in no number here: a step that rises does so by the expected wait for the slowest of more ranks "
+            "alone. Record the job with at least two of them to have gradients synchronised."
         )
 
 

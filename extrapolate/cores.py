@@ -1,4 +1,4 @@
-"""Turns where the ranks of a job ran into how many of them shared the cores of one host, and what that leaves open.
+"""Turns where the ranks of a job ran into who shared cores or devices with whom, and what that leaves open of other sizes.
 
 Ranks that compute on the CPU slow each other on one host, and by how much more or fewer of them would is in no trace of
 one size: a step over two ranks of 34 ms took 117 ms over four on the same two cores, where four hosts would have taken 40.
@@ -10,15 +10,15 @@ from collections import Counter
 from dataclasses import dataclass
 
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.parse.graph import Graph
-from scaletrace.parse.job import Job
+from scaletrace.parse.build import Built
 from scaletrace.parse.manifest import cpus_in, hosts_in
 
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """How the ranks shared cores: `most` of them on one of `hosts` hosts, which has `cpus` (0 not known).
+    """How ranks shared cores or devices: `most` of them on one of `hosts` hosts, which has `cpus` (0 not known).
 
+    sliced  ranks whose device another process shared
     domain  ranks on a host of the cluster that was named; 0 where none was, so that other sizes may lie on the same hosts
     """
 
@@ -26,6 +26,7 @@ class Crowd:
     hosts: int
     cpus: int
     domain: int
+    sliced: tuple[int, ...] = ()
 
     def on_a_host(self, ranks: int) -> int:
         """How many of so many ranks a host holds."""
@@ -34,6 +35,12 @@ class Crowd:
     def untold(self, ranks: int) -> str:
         """Why a band says nothing at a size where more (or, on the same hosts, fewer) ranks share a host's cores; "" where
         it does: a rank on a host of its own has at least the cores that it had."""
+        if self.sliced:
+            names = ", ".join(map(str, self.sliced))
+            return (
+                f"another process shared the device of rank{'s' * (len(self.sliced) > 1)} {names}; whether one does "
+                "elsewhere is in no number, so low and high cover what was measured alone"
+            )
         there = self.on_a_host(ranks)
         if there == self.most or (self.domain and there < self.most):
             return ""
@@ -43,7 +50,9 @@ class Crowd:
         )
 
     def note(self) -> str:
-        """What the reader should know before any other size."""
+        """What the reader should know before any other size; "" where the graph's own note says it."""
+        if self.sliced:
+            return ""
         cpus = f" of {self.cpus} CPUs" if self.cpus else ""
         said = (
             f"{self.most} ranks ran on one host{cpus} and shared its cores. Every size is that of ranks with as many cores "
@@ -54,12 +63,15 @@ class Crowd:
         return f"{said}, and the band of other sizes is left open (?). Name where they will run with --cluster (gloo_10g: one rank a host)."
 
 
-def crowd_of(job: Job, graph: Graph, cluster: Cluster | None) -> Crowd | None:
-    """How the ranks of a job without devices shared cores; None where they did not, or no record tells.
+def crowd_of(built: Built, cluster: Cluster | None) -> Crowd | None:
+    """How ranks without devices shared cores, or which devices other processes shared; None where no record tells either.
 
     cluster: the one that the user named for other sizes.
     """
-    if any(lane.is_device for lane in graph.lanes):
+    job = built.job
+    if built.quality.time_sliced_ranks:
+        return Crowd(0, 0, 0, 0, built.quality.time_sliced_ranks)
+    if any(lane.is_device for lane in built.graph.lanes):
         return None
     stated = hosts_in(job.manifest)
     names = Counter(name for trace in job.ranks if (name := stated.get(trace.rank, trace.host)))

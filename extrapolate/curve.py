@@ -318,11 +318,11 @@ def _paced(points: Sequence[Point]) -> str:
     if not paced:
         return ""
     first = paced[0]
+    busy = f"{first.compute_fraction:.0%} of the step"
     names = ", ".join(f"{point.gpus:,}" for point in paced)
     return (
         f"The host sets the pace at {names} GPUs: at {first.gpus:,} {first.parts.path['host']:.1%} of the critical path is "
-        f"its work, so that faster kernels or links gain little there, although kernels run for "
-        f"{first.compute_fraction:.0%} of the step beside it."
+        f"its work, so that faster kernels or links gain little there; beside it kernels run for {busy}."
     )
 
 

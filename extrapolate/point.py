@@ -26,7 +26,7 @@ from scaletrace.extrapolate.strong import Retimed, Share, with_activations
 from scaletrace.extrapolate.transfers import Scaled, rescale
 from scaletrace.parse.events import BoolArray, ByteArray, IntArray
 from scaletrace.parse.graph import Graph, NodeKind
-from scaletrace.replay.critical_path import critical_path, shown_shares
+from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_time_s
 from scaletrace.replay.timeline import Timeline
@@ -338,7 +338,7 @@ def point_of(base: Base, found: Core, options: Options) -> Point:
         exposed_comm_fraction=part.exposed * keep,
         exposed_by_axis={axis: value * keep for axis, value in part.by_axis.items()},
         straggler_fraction=lost_s / total if total else 0.0,
-        parts=parts_of(part, keep, shown_shares(critical_path(done.timeline))),
+        parts=parts_of(part, keep, critical_path(done.timeline).shares()),
         provenance=_provenance(base, done, found.gpus, more),
         comm_error_s=max(comm_low, comm_high),
         tokens_per_s_per_gpu=rate,

@@ -107,6 +107,8 @@ def add_occupancy(draft: Draft, gpu: RankGpu, residual: IntArray) -> int:
     return int(found.sum())
 
 
+TIME_SLICED = "stall: time-sliced device"
+"""Name of the stalls of a device that another process shares."""
 TIME_SLICED_SHARE = 0.1
 TIME_SLICED_STALLS = 10
 TIME_SLICED_LEAST_NS = 100_000
@@ -163,7 +165,7 @@ def insert_stalls(
     stall["name"] = np.array([labels.get(int(kind), start_label) for kind in nodes["kind"][at]], np.int32)
     shared = np.isin(nodes["rank"][at], sliced) & (nodes["kind"][at] != int(NodeKind.WAIT))
     if shared.any():
-        stall["name"][shared] = draft.name("stall: time-sliced device")
+        stall["name"][shared] = draft.name(TIME_SLICED)
     moved = np.full(draft.count, -1, np.int32)
     moved[at] = np.arange(first, draft.count, dtype=np.int32)
     nodes = {key: np.concatenate((nodes[key], stall[key])) for key in NODE_COLUMNS}

@@ -7,7 +7,7 @@ from typing import Any
 from scaletrace.parse.build import Built
 from scaletrace.replay.accuracy import StepError, step_errors
 from scaletrace.replay.breakdown import breakdown, step_breakdown
-from scaletrace.replay.critical_path import critical_path, shown_shares
+from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.result import path_json
 from scaletrace.replay.steps import step_window
 from scaletrace.replay.timeline import Timeline
@@ -58,7 +58,7 @@ def _still_exposed(found: WhatIf) -> list[str]:
     if not found.is_bound or not now or now < was:
         return []
     path = critical_path(found.after)
-    share, by_rank = shown_shares(path), path.time_by("rank")
+    share, by_rank = path.shares(), path.time_by("rank")
     kind = max(share, key=lambda key: share[key])
     paced = f" (most of it of rank {next(iter(by_rank))})" if by_rank else ""
     said = (

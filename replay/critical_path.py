@@ -152,12 +152,6 @@ class CriticalPath:
         return dict(sorted(out.items(), key=lambda item: (-item[1], item[0])))
 
 
-def shown_shares(path: CriticalPath) -> dict[str, float]:
-    """Shares of a path as answers show them: compute, communication, memory, host and gap, which stalls are part of."""
-    shares = path.shares()
-    return {**{key: shares[key] for key in SHARES[:4]}, "gap": shares["gap"] + shares["stall"]}
-
-
 def _segment(rank: int, lane: str, name: str, kind: str, start_ns: int, dur_ns: int) -> dict[str, object]:
     return {"rank": rank, "lane": lane, "name": name, "kind": kind, "start_ns": start_ns, "dur_ns": dur_ns}
 

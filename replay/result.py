@@ -23,7 +23,7 @@ from scaletrace.replay.accuracy import (
     without_stalls,
 )
 from scaletrace.replay.breakdown import RankBreakdown, breakdown
-from scaletrace.replay.critical_path import CriticalPath, critical_path, next_paths, shown_shares
+from scaletrace.replay.critical_path import CriticalPath, critical_path, next_paths
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_window
 from scaletrace.replay.stragglers import Straggler, judged
@@ -137,8 +137,7 @@ def path_json(path: CriticalPath, most: int = 500) -> dict[str, Any]:
         "segments": shown,
         "segments_total": len(segments),
         "segments_left_out_ns": path.length_ns - sum(int(str(s["dur_ns"])) for s in shown),
-        "share": shown_shares(path),
-        "stall_share": path.shares()["stall"],
+        "share": path.shares(),
         "loader_ns": path.loader_ns(),
         "by_axis_ns": path.time_by("axis"),
         "by_rank_ns": path.time_by("rank"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from scaletrace.parse.build_stalls import TIME_SLICED
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 from scaletrace.parse.job import Job
@@ -24,6 +25,8 @@ from scaletrace.replay.timeline import Timeline
 MOST_PEERS = 4
 COLUMNS = 16
 MOST_ASKED = 3
+SHARED = "shares its device with another process"
+SHARED_PART = 0.5
 _OWN = (NodeKind.HOST, NodeKind.LAUNCH, NodeKind.KERNEL, NodeKind.COPY)
 
 
@@ -35,7 +38,8 @@ class Straggler:
                     rank that overlap (two collectives in flight) count once
     shorter_by_ns  makespan minus the makespan with this rank's own work no slower than the median of its peers'
     each_waited_ns, each_shorter_ns  the two a step, of those that the window holds (parse.stragglers.steps_held)
-    cause          the verdict of parse.stragglers; "" where the rank stands out in nothing
+    cause          the verdict of parse.stragglers; "" where the rank stands out in nothing; SHARED where most of what the others
+                    wait are stalls of a device that another process shares, which only the graph tells
     ends_last      whether the window ends with this rank's work
     then_rank      whose work leads most of the critical path once this rank keeps pace; -1 where it was not asked
     """
@@ -98,12 +102,15 @@ def judged(timeline: Timeline, job: Job) -> list[Straggler]:
     shares = {share.rank: share for share in straggler_summary(job)}
     steps = steps_held(job)
     graph = timeline.graph
+    sliced = _time_sliced_ns(graph)
     last = int(graph.rank[np.argmax(np.where(graph.lane >= 0, timeline.end_ns, timeline.start_ns.min()))])
     out = []
     for one in found:
         share = shares.get(one.rank)
         each = share.caused_wait_ns // (len(found) - 1) if share else 0
         cause = share.cause if share else ""
+        if cause and sliced.get(one.rank, 0) >= SHARED_PART * max(each, 1) * steps:
+            cause = SHARED
         out.append(
             replace(
                 one,
@@ -118,6 +125,13 @@ def judged(timeline: Timeline, job: Job) -> list[Straggler]:
     asked = set(sorted(asked, key=lambda rank: [one.rank for one in out].index(rank))[:MOST_ASKED])
     out = [replace(one, then_rank=_leads(graph, one.rank)) if one.rank in asked else one for one in out]
     return sorted(out, key=lambda s: (-s.shorter_by_ns, -s.caused_wait_ns, s.rank))
+
+
+def _time_sliced_ns(graph: Graph) -> dict[int, int]:
+    """By rank the stalls of a device that another process shares (parse.build_stalls), ns of the window."""
+    named = np.array([name == TIME_SLICED for name in graph.names] + [False], np.bool_)
+    at = graph.nodes(NodeKind.STALL) & named[graph.name]
+    return {int(rank): int(graph.dur_ns[at & (graph.rank == rank)].sum()) for rank in np.unique(graph.rank[at])}
 
 
 def _leads(graph: Graph, rank: int) -> int:

@@ -40,6 +40,14 @@ def test_the_note_says_what_a_host_has_and_what_is_not_predicted() -> None:
     assert "--cluster" in Crowd(2, 1, 4, 0).note() and "--cluster" not in Crowd(2, 1, 4, 1).note()
 
 
+def test_a_device_that_another_process_shares_leaves_every_other_size_open() -> None:
+    """Whether one does there is not known; the graph's own note already says that it did here."""
+    crowd = Crowd(0, 0, 0, 0, (3,))
+
+    assert crowd.untold(16).startswith("another process shared the device of rank 3;")
+    assert "" == crowd.note()
+
+
 def test_a_sample_on_one_host_leaves_the_band_of_other_sizes_open(samples: Path) -> None:
     """34 ms over two ranks were 117 ms over four on the same cores: the answer says that this is in no number."""
     alike = extrapolate(load(samples / "fsdp2_w2"), sizes=[2, 4])

@@ -11,6 +11,7 @@ from scaletrace.cli import inspect as cli_inspect
 from scaletrace.parse.load import load
 from scaletrace.replay.diff import Change, Diff, diff
 from scaletrace.replay.result import ReplayResult, replay_job
+from scaletrace.replay.stragglers import SHARED
 from tests.parse.traces import call, job_of, kernel, op
 
 
@@ -47,7 +48,8 @@ def test_json_holds_what_is_promised(tmp_path: Path) -> None:
         parts
     )
     assert {"strict_error", "across_steps_error", "unexplained_stall_fraction", "contradicted"} <= set(parts["quality"])
-    assert {"compute", "communication", "host", "gap"} <= set(parts["critical_path"]["share"])
+    assert {"compute", "communication", "host", "stall", "gap"} <= set(parts["critical_path"]["share"])
+    assert 1.0 == pytest.approx(sum(parts["critical_path"]["share"].values()))
     assert ["0", "1"] == sorted(parts["breakdown"])
 
 
@@ -138,3 +140,13 @@ def test_runs_of_one_job_share_their_operations() -> None:
     )
 
     assert 0.75 == found.common
+
+
+def test_a_rank_whose_device_another_process_shares_is_not_called_a_late_host(shared_data: Path) -> None:
+    """Two thirds of what the other waits for are stalls of a time-sliced device, which the path shows apart from gaps."""
+    found = replay_job(load(shared_data / "traces" / "megatron_tp2_v100"))
+    verdict = {one.rank: one.cause for one in found.stragglers}
+    share = found.to_json_parts()["critical_path"]["share"]
+
+    assert {0: SHARED, 1: ""} == verdict
+    assert 0.2 < share["stall"] < 0.4 and share["gap"] < 0.2

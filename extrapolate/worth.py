@@ -6,7 +6,6 @@ calibrated anew with them, and the errors that the new calibration states at eve
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,10 @@ from scaletrace.parse.graph import Graph, NodeKind
 MOST_SUGGESTIONS = 3
 NEARLY_BEST = 0.5
 """A size is suggested too where it narrows at least this share of what the best one does."""
+REACH = 8
+"""Up to so many times the measured ranks are taken to be at hand; larger sizes are named behind those."""
+ALIKE = 0.02
+"""Differences below this are none."""
 
 Key = tuple[str, int, int, int]
 """(kind, bytes of the whole vector, ranks, stride) of a collective."""
@@ -74,35 +77,45 @@ def worth_measuring(
     calibration: Calibration,
     nics: int | None = None,
 ) -> tuple[Worth, ...]:
-    """Sizes beyond `measured` whose measurement narrows the bands of `loads` most for the doublings it takes, best first."""
+    """Sizes beyond `measured` whose measurement narrows the bands of `loads` most: first those within REACH of what was
+    measured, then larger ones that narrow more than any of these; each by how much, the smaller one where that is alike."""
     wide = [load for load in loads if load.gpus > measured and load.comm_error_s > 0 and load.seconds]
-    if not wide:
-        return ()
     was = {load.gpus: _error(load, cluster, calibration, nics) for load in wide}
-    gains: list[tuple[float, int, float]] = []
+    gains: list[Worth] = []
     for candidate in candidates:
-        seen = [
-            Evidence(kind, size, ranks, seconds / candidate.counts[kind, size, ranks, stride], stride=stride)
-            for (kind, size, ranks, stride), seconds in candidate.seconds.items()
-            if ranks > 1 and seconds > 0
-        ]
-        if candidate.gpus <= measured or not seen:
+        seen = _seen(candidate)
+        if candidate.gpus <= measured or not seen or not wide:
             continue
         known = calibrate([*found, *seen], cluster)
-        narrowed = shares = 0.0
-        for load in wide:
-            now = _error(load, cluster, known, nics)
-            left = min(1.0, now / was[load.gpus]) if was[load.gpus] > 0 else 1.0
-            if load.gpus == candidate.gpus:
-                left = 0.0
-            narrowed += (load.comm_error_s / load.step_s) ** 2 * (1 - left**2)
-            shares += 1 - left
-        gains.append((narrowed / math.log2(2 * candidate.gpus / measured), candidate.gpus, shares / len(wide)))
-    if not gains or max(gains)[0] <= 0:
-        return ()
-    best = max(gains)[0]
-    order = sorted(gains, key=lambda each: (-each[0], each[1]))
-    return tuple(Worth(gpus, narrows) for gain, gpus, narrows in order if gain >= NEARLY_BEST * best)[:MOST_SUGGESTIONS]
+        left = [_left(load, candidate, was[load.gpus], _error(load, cluster, known, nics)) for load in wide]
+        gains.append(Worth(candidate.gpus, 1 - sum(left) / len(left)))
+    near = _best([each for each in gains if each.gpus <= REACH * measured])
+    beyond = max((each.narrows for each in near), default=0.0)
+    far = _best([each for each in gains if each.gpus > REACH * measured and each.narrows > beyond + ALIKE])
+    return (*near, *far)[:MOST_SUGGESTIONS]
+
+
+def _best(gains: Sequence[Worth]) -> list[Worth]:
+    """Those that narrow nearly as much as the best one, the best first, of those alike the smaller."""
+    best = max((each.narrows for each in gains), default=0.0)
+    kept = [each for each in gains if each.narrows > ALIKE and each.narrows >= NEARLY_BEST * best]
+    return sorted(kept, key=lambda each: (-round(each.narrows / ALIKE), each.gpus))
+
+
+def _seen(candidate: Load) -> list[Evidence]:
+    """What measuring a size would tell, were its transfers as predicted."""
+    return [
+        Evidence(kind, size, ranks, seconds / candidate.counts[kind, size, ranks, stride], stride=stride)
+        for (kind, size, ranks, stride), seconds in candidate.seconds.items()
+        if ranks > 1 and seconds > 0
+    ]
+
+
+def _left(load: Load, candidate: Load, was: float, now: float) -> float:
+    """Share of a point's error that a candidate's measurement leaves; none at its own size."""
+    if load.gpus == candidate.gpus:
+        return 0.0
+    return min(1.0, now / was) if was > 0 else 1.0
 
 
 def _error(load: Load, cluster: Cluster, calibration: Calibration, nics: int | None) -> float:

@@ -423,8 +423,15 @@ def curve_headline(doc: Document) -> str:
         known = f"at no size up to {units.number(upto)} GPUs" if units.is_number(upto) else "at none of these sizes"
         parts.append(f"communication dominates {known}")
     if doc.get("benchmark_next"):
-        parts.append(f"worth measuring next: {', '.join(units.number(n) for n in doc['benchmark_next'])} GPUs")
+        parts.append(f"worth measuring next: {', '.join(_worth(doc, n) for n in doc['benchmark_next'])} GPUs")
     return "; ".join(parts).capitalize().replace("gpus", "GPUs") + "." if parts else "No point could be computed."
+
+
+def _worth(doc: Document, size: Any) -> str:
+    """A size to measure, and by how much that narrows the error of communication."""
+    narrows = doc.get("benchmark_next_narrows")
+    share = _p50(narrows.get(str(size))) if isinstance(narrows, Mapping) else None
+    return units.number(size) + (f" (error −{share * 100:.0f} %)" if share is not None else "")
 
 
 def _where(span: Any, size: Any) -> str:

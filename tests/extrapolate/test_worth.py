@@ -72,6 +72,25 @@ def test_cheap_sizes_win_where_they_tell_as_much() -> None:
     assert 64 == found[0].gpus
 
 
+def test_sizes_at_hand_come_first_by_how_much_they_narrow() -> None:
+    """Measured 8: sizes up to 64 are sorted by their promise, and a larger one stands behind them if it promises more."""
+    loads = [_load(gpus) for gpus in (16, 32, 64, 512, 4096)]
+    found = worth_measuring(loads, loads, _small(), H100, 8, calibrate(_small(), H100))
+    near, far = [each for each in found if each.gpus <= 64], [each for each in found if each.gpus > 64]
+
+    assert near and (*near, *far) == found
+    for group in (near, far):
+        assert sorted(group, key=lambda each: -round(each.narrows, 1)) == group
+    assert all(each.narrows > max(one.narrows for one in near) for each in far)
+
+
+def test_a_size_out_of_reach_is_named_where_none_at_hand_tells_anything() -> None:
+    """One point of 4,096 ranks: with nothing else to measure it is that size."""
+    found = worth_measuring([_load(4096)], [_load(4096)], _small(), H100, 8, calibrate(_small(), H100))
+
+    assert [(4096, 1.0)] == [(each.gpus, each.narrows) for each in found]
+
+
 def test_nothing_is_worth_measuring_where_nothing_is_uncertain() -> None:
     """Points without an error of communication, none beyond the measured size, or none with communication."""
     sure = [replace(_load(64), comm_error_s=0.0)]

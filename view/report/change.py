@@ -18,7 +18,10 @@ _NAMES = 196.0
 
 def whatif_headline(doc: Document) -> str:
     """One sentence: what the change is worth."""
-    before, after = num(doc.get("before_ns")), num(doc.get("after_ns"))
+    before, after, what = num(doc.get("before_ns")), num(doc.get("after_ns")), "run"
+    step = mapping(doc.get("step_time_ns"))
+    if len(rows(doc.get("steps"))) > 1 and num(step.get("before")):
+        before, after, what = num(step["before"]), num(step.get("after")), "step"
     if not before or after is None:
         return ""
     rules = ", ".join(units.clean(rule.get("rule"), 60) for rule in rows(doc.get("rules"))) or "the change"
@@ -26,7 +29,9 @@ def whatif_headline(doc: Document) -> str:
         return f"With {rules} nothing changes: {units.duration(before)}."
     side = "shorter" if after < before else "longer"
     share = units.percent(abs(after - before) / before)
-    return f"With {rules} the run is {units.duration(abs(after - before))} ({share}) {side}: {units.duration(after)}."
+    return (
+        f"With {rules} the {what} is {units.duration(abs(after - before))} ({share}) {side}: {units.duration(after)}."
+    )
 
 
 def before_after(doc: Document) -> Plot | None:

@@ -194,26 +194,22 @@ def extrapolate(
     if prices is not None:
         prices.hour(base.cluster.device.name)
     options = Options(layout, weak, nics, tokens_per_step_per_gpu, flop_per_step_per_gpu, prices)
-    asked = sorted(set(sizes))
+    return _curve(base, sorted(set(sizes)), options, knee_share)
+
+
+def _curve(base: Base, asked: Sequence[int], options: Options, knee_share: float) -> ScalingCurve:
+    """The curve of a prepared job: its points, and what the grid beside them says."""
     walk = _walk(base, asked, options)
-    points = _lifted(walk, base, weak)
+    shown = [load for load in walk.loads if load.gpus in set(asked)]
     candidates = [load for load in walk.loads if load.gpus <= asked[-1]]
     return ScalingCurve(
-        points=points,
+        points=_lifted(walk, base, options.weak),
         base=base,
         options=options,
-        knee=knee(walk.levels, knee_share, weak),
+        knee=knee(walk.levels, knee_share, options.weak),
         dominance=dominates(walk.levels),
         evaluated_to=walk.levels[-1].gpus if walk.levels else asked[-1],
-        worth=worth_measuring(
-            [load for load in walk.loads if load.gpus in set(asked)],
-            candidates,
-            base.found,
-            base.cluster,
-            base.ranks,
-            base.calibration,
-            nics,
-        ),
+        worth=worth_measuring(shown, candidates, base.found, base.cluster, base.ranks, base.calibration, options.nics),
         left_out=walk.left_out,
         knee_share=knee_share,
     )

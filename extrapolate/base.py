@@ -83,6 +83,7 @@ class Base:
     graph, dur_ns        as measured, every collective with a group and a size
     spread, spread_ns    the same with transfers taking turns on each rank's link, where ranks have one (gloo)
     share, plan          overlap of every kernel at the measured scale, and what of the structure it is asked of
+    alone                what of its measured duration every node would take with nothing beside it, float64[n]
     folded, chosen       the representative ranks for stragglers, and which nodes they are
     optimizer            which nodes work on parameters after the backward pass
     copies               which nodes copy shards into and out of what FSDP gathers
@@ -110,6 +111,7 @@ class Base:
     calibration: Calibration
     slowdown: Slowdown
     share: Floats
+    alone: Floats
     plan: overlap.Plan
     noise: Noise
     folded: Folded
@@ -390,9 +392,9 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
     chosen = representatives(graph)
     spread = serialised(graph) if cluster.tiers[0].link is Link.TCP else graph
     ranks = measured.measured_ranks if _same_degrees(layout, measured.measured_layout) else layout.ranks
-    slowdown = overlap.measure(
-        graph, share, cluster.device.overlap_slowdown, operands=overlap.operands(measured.job, graph)
-    )
+    prior = cluster.device.overlap_slowdown
+    slowdown = overlap.measure(graph, share, prior, operands=overlap.operands(measured.job, graph))
+    slowdown = _slowdown(slowdown, asked.slowdown)
     steps = step_window(graph, timeline.start_ns, timeline.end_ns)
     job = measured.job
     work = _work_ratio(measured, layout)
@@ -408,8 +410,9 @@ def _assembled(measured: _Measured, graph: Graph, marks: _Marks, layout: Layout,
         layout=layout,
         cluster=cluster,
         calibration=measured.calibration,
-        slowdown=_slowdown(slowdown, asked.slowdown),
+        slowdown=slowdown,
         share=share,
+        alone=1 - overlap.lost_shares(slowdown.per_node(graph), share),
         plan=plan,
         noise=asked.noise or _across_nodes(measure_noise(graph), ranks, cluster),
         folded=fold(keep_nodes(spread, chosen)),

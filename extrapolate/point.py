@@ -294,8 +294,7 @@ def core(base: Base, gpus: int, options: Options) -> Core:
 def _lost(done: Stretched) -> Floats:
     """Of every node the share of its run that it lost to what ran beside it: measured durations hold the slowdown of the
     measured overlap, so both are taken out."""
-    free = 1 - overlap.lost_shares(done.base.slowdown.per_node(done.graph), done.base.share)
-    return np.asarray(1 - done.plain_ns * free / np.maximum(1, done.scaled.dur_ns))
+    return np.asarray(1 - done.plain_ns * done.base.alone / np.maximum(1, done.scaled.dur_ns))
 
 
 def evaluate(base: Base, gpus: int, options: Options) -> Point:

@@ -22,6 +22,7 @@ def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
     """
     before = {e.step: e for e in _steps(built, found.before)}
     after = _steps(built, found.after)
+    step_before, step_after = step_breakdown(found.before), step_breakdown(found.after)
     return {
         "rules": [_rule(found, rule.text) for rule in found.rules],
         "steps": [
@@ -38,8 +39,8 @@ def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
             "before": _step_ns(found.before),
             "after": _step_ns(found.after),
         },
-        "step_breakdown_before": step_breakdown(found.before),
-        "step_breakdown": step_breakdown(found.after),
+        "step_breakdown_before": step_before,
+        "step_breakdown": step_after,
         "before_ns": found.before.makespan_ns,
         "after_ns": found.after.makespan_ns,
         "change_ns": found.change_ns,
@@ -48,13 +49,13 @@ def whatif_parts(built: Built, found: WhatIf) -> dict[str, Any]:
         "breakdown_before": _parts(found.before),
         "breakdown": _parts(found.after),
         "critical_path": path_json(critical_path(found.after)),
-        "notes": [*found.notes, *_shifted(before, after, found), *_still_exposed(found)],
+        "notes": [*found.notes, *_shifted(before, after, found), *_still_exposed(found, step_before, step_after)],
     }
 
 
-def _still_exposed(found: WhatIf) -> list[str]:
+def _still_exposed(found: WhatIf, before: dict[str, float], after: dict[str, float]) -> list[str]:
     """Why communication is as exposed as before although nothing waits for it; nothing where it is less."""
-    was, now = (step_breakdown(timeline).get("exposed_comm_ns", 0.0) for timeline in (found.before, found.after))
+    was, now = (parts.get("exposed_comm_ns", 0.0) for parts in (before, after))
     if not found.is_bound or not now or now < was:
         return []
     path = critical_path(found.after)

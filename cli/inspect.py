@@ -48,6 +48,7 @@ def inspect(
 def describe(job: Job, built: Built | None = None) -> dict[str, Any]:
     """The parts of the JSON answer (docs/cli.md), as plain values; `built`: the job's graph, where it is there already."""
     from scaletrace.extrapolate.shares import makeup
+    from scaletrace.parse.profiler_cost import profiler_cost
 
     present = [trace.rank for trace in job.ranks]
     expected = sorted({*range(job.world_size), *present})
@@ -73,6 +74,7 @@ def describe(job: Job, built: Built | None = None) -> dict[str, Any]:
         "clock_residual_ns": _median(job.residual_ns),
         "layers": makeup(job).to_json(),
         "memory": _memory(job, built),
+        "profiler_cost": cost.to_json() if (cost := profiler_cost(job)) else None,
         "stragglers": _stragglers(job),
     }
 
@@ -233,6 +235,11 @@ def show(answer: dict[str, Any]) -> None:
     who = "not on all their ranks" if not ranks["missing"] else "not on all ranks present"
     out.print(f"matched  {collectives['matched']} collectives{rung}, {collectives['unmatched']} {who}")
     out.print(f"clocks   {_clock_line(answer)}")
+    if answer["profiler_cost"]:
+        out.print(
+            f"profiler {answer['profiler_cost']['sentence']}",
+            style="yellow" if answer["profiler_cost"]["large"] else None,
+        )
     for table, about in (
         (_group_table(answer), ""),
         (_kind_table(answer), _OF_KINDS),

@@ -35,6 +35,7 @@ def replay(
     """
     with exit_codes(debug):
         from scaletrace.errors import InputError
+        from scaletrace.parse.profiler_cost import profiler_cost
         from scaletrace.replay.result import replay_job
 
         chosen = parse_ranks(ranks) if ranks else None
@@ -43,7 +44,9 @@ def replay(
         if not len(result.built.graph):
             raise InputError(f"{path}: nothing to replay, the trace holds no work; see scaletrace inspect")
         _refuse_absent(chosen, result)
-        answer = document("scaletrace.replay/1", path, result.health.to_json(), **result.to_json_parts())
+        cost = profiler_cost(result.built.job)
+        parts = result.to_json_parts() | {"profiler_cost": cost.to_json() if cost else None}
+        answer = document("scaletrace.replay/1", path, result.health.to_json(), **parts)
         drawn = None if no_trace else write(result, output, chosen)
         if graphml is not None:
             _write_graphml(result, graphml)

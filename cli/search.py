@@ -227,6 +227,7 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     from scaletrace.extrapolate.layout import Layout, measured_layout
     from scaletrace.extrapolate.workload import from_job
     from scaletrace.parse.build import build
+    from scaletrace.parse.profiler_cost import tell_profiler_cost
 
     job = read_job(path)
     built = build(job)
@@ -240,6 +241,7 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     held = replace(footprint_of_job(built, measured), model=work.model, on_device=not on_cpu)
     fit = for_cluster(fit_to(work, built, Network(seen), anatomy, held.states), same)
     tell(fit, work.health, same)
+    tell_profiler_cost(job, work.health)
     anchor = work.anchor
     samples = anchor.layout.mbs * max(1, anchor.layout.microbatches) if anchor else 1
     mbs = anchor.layout.mbs if anchor else 1

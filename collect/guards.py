@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from scaletrace.collect.unwatched import Watched
+
 _FOREIGN_CALLS = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
 
 
@@ -85,6 +87,7 @@ class ProfilerWatch:
     def __init__(self) -> None:
         self.ours = False
         self.busy = False
+        self.watched = Watched()
         self.give_way: Callable[[], None] | None = None
 
     def install(self) -> None:
@@ -103,6 +106,7 @@ class ProfilerWatch:
                 if begins and self.give_way is not None:
                     self.give_way()
                 self.busy = begins
+                (self.watched.begin if begins else self.watched.end)(time.perf_counter_ns())
             return original(*args, **kwargs)
 
         call.scaletrace = True  # type: ignore[attr-defined]

@@ -22,7 +22,10 @@ Schema `scaletrace.capture/1` (times in ns, unix; what is not known is absent):
     clocks    [{rank, when, offset_ns, low_ns, high_ns, rtt_ns, samples, at_ns}]: own clock minus that of rank 0's host,
               for the ranks of all other hosts; the truth lies in [low_ns, high_ns]
     members   [{rank, host, pid, local_rank, rank_source, attempt, trace, sidecar, first_step, last_step, partial,
-                boundaries_ns, start_cost_ns, export_ns, probe_rtt_ns {before, after}, notes}]
+                boundaries_ns, unwatched, start_cost_ns, export_ns, probe_rtt_ns {before, after}, notes}]
+              boundaries_ns: ends of the recorded steps; unwatched: {count, mean_ns, median_ns, spread_ns} of the steps
+              before the window, from boundary to boundary, that no profiler watched (at most the last 63, without
+              step 0; spread_ns is the distance of the quartiles)
     notes     what the collector had to say, and the failures of packing
     records   the members' records as written, only while ranks are missing, so that a later launcher can add its own
 
@@ -57,6 +60,7 @@ _MEMBER = (
     "last_step",
     "partial",
     "boundaries_ns",
+    "unwatched",
     "start_cost_ns",
     "export_ns",
     "notes",

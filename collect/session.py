@@ -24,9 +24,12 @@ from scaletrace.collect.guards import Log, ProfilerWatch, leave_at_once_in_child
 from scaletrace.collect.ranks import Place, here, is_selected
 from scaletrace.collect.settings import Settings
 from scaletrace.collect.trigger import Trigger
+from scaletrace.collect.unwatched import KEPT, Boundaries, summary
 from scaletrace.collect.window import Window
 
 _NEVER = 1 << 62
+_SLOTS = KEPT - 1
+_now_ns = time.perf_counter_ns
 _watch = ProfilerWatch()
 """One for the process: a second recorder must know that the first one's profiler is ours."""
 
@@ -50,6 +53,8 @@ class Recorder:
         self._began = 0.0
         self._log = Log(os.path.join(settings.folder, "collect.log"))
         self._trigger = Trigger(settings.folder) if settings.on_demand else None
+        self._boundaries = Boundaries()
+        self._at_ns = self._boundaries.at_ns
         self._model: dict[str, int] = {}
         self._at_exit = False
 
@@ -59,8 +64,9 @@ class Recorder:
         """One step has ended. Costs less than a microsecond while nothing is to be done."""
         if self.disabled:
             return
-        self.completed += 1
-        if self.completed >= self._wake:
+        number = self.completed = self.completed + 1
+        self._at_ns[number & _SLOTS] = _now_ns()
+        if number >= self._wake:
             self._guarded(self._boundary)
 
     def tick(self) -> None:
@@ -70,7 +76,9 @@ class Recorder:
 
     def mark(self) -> None:
         """A step boundary that the job names itself; from now on optimizers don't count."""
-        self.marked = True
+        if not self.marked:
+            self.marked = True
+            self._boundaries.start_over(self.completed + 1)
         self.step()
 
     def close(self) -> None:
@@ -84,7 +92,8 @@ class Recorder:
         self._window = None
 
     def note_optimizer(self, optimizer: Any) -> None:
-        """Remember how many parameters the counting optimizer trains."""
+        """From now on this optimizer counts: remember how many parameters it trains; steps so far were of another."""
+        self._boundaries.start_over(self.completed + 1)
         self._model.update(facts.told(lambda: facts.parameters(optimizer), {}))
 
     # ------------------------------------------------------------ what it does
@@ -166,6 +175,7 @@ class Recorder:
         groups = [(description, members) for _, description, _, members in facts.told(facts.process_groups, [])]
         selected = is_selected(settings.ranks, place, groups)
         window = Window(settings, place, name, selected, self.watch, self._job)
+        window.unwatched = facts.told(self.unwatched, None)
         self._window, self._wake = window, 0
         self.watch.give_way = self._give_way
         if not self._at_exit:
@@ -173,6 +183,12 @@ class Recorder:
             atexit.register(self.close)
             leave_at_once_in_children()
         window.open(self.completed, first, count)
+
+    def unwatched(self) -> dict[str, int] | None:
+        """How long steps took before a window; a fake world has no times."""
+        if self.settings.fake_world:
+            return None
+        return summary(self._boundaries.steps_ns(self.completed, self.watch.watched.spans()))
 
     def _place(self) -> Place:
         settings, place = self.settings, here()
@@ -186,6 +202,7 @@ class Recorder:
         if window is not None and not unsafe_reason():
             self._log.once("stepped aside: the job started its own profiler during the window; nothing written")
             self._window, self.watch.give_way = None, None
+            self._boundaries.start_over(self.completed + 1)
             self._guarded(window.abandon)
             self._plan_next(window.first)
 
@@ -201,6 +218,7 @@ class Recorder:
         self.watch.give_way = None
         if window is None:
             return
+        self._boundaries.start_over(self.completed + 1)  # the step that begins now holds the export
         self._plan_next(window.first)
         if not self.settings.launched:
             from scaletrace.collect.upload import deliver_detached

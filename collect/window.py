@@ -45,6 +45,7 @@ class Window:
         self.first = self.last = 0
         self.opened_ns = self.export_ns = self.start_cost_ns = 0
         self.before: clocks.Probe | None = None
+        self.unwatched: dict[str, int] | None = None
         self.finished = False
         self.notes: list[str] = []
 
@@ -182,6 +183,7 @@ class Window:
             "last_step": number - 1,
             "partial": partial,
             "boundaries_ns": self.boundaries_ns,
+            "unwatched": self.unwatched,
             "start_cost_ns": self.start_cost_ns,
             "export_ns": self.export_ns,
             "clock": {

@@ -53,6 +53,7 @@ from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import Graph, GraphCollective, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Job
+from scaletrace.parse.profiler_cost import tell_profiler_cost
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_time_s, step_window
 from scaletrace.replay.timeline import Timeline
@@ -221,6 +222,7 @@ def prepare(
         health.note(origin.said(cluster))
     health.add(built.job.health)
     health.add(built.health)
+    tell_profiler_cost(built.job, health)
     there = cluster or recorded or origin.cluster
     if cluster is None and recorded is None:
         health.note(f"Cluster {there.name} is a guess from the trace; name another with --cluster.")

@@ -13,50 +13,53 @@ def expected_ranks(manifest: Mapping[str, Any]) -> tuple[int, ...]:
     """Ranks that should be there, written as a list or a count; () where the manifest does not say."""
     ranks = manifest.get("ranks")
     value = ranks.get("expected") if isinstance(ranks, Mapping) else manifest.get("world_size")
-    if _is_int(value):
+    if is_int(value):
         return tuple(range(value))
-    return tuple(_ints(value))
+    return tuple(numbers(value))
 
 
-def _is_int(value: Any) -> TypeGuard[int]:
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether `value` is an integer (bool is not a number here)."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _ints(value: Any) -> list[int]:
-    return [one for one in value if _is_int(one)] if isinstance(value, list) else []
+def numbers(value: Any) -> list[int]:
+    """The integers of a list; a saved job holds its lists as tuples."""
+    return [one for one in value if is_int(one)] if isinstance(value, list | tuple) else []
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+def mappings(value: Any) -> list[Mapping[str, Any]]:
+    """The objects of a list."""
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
 
 
 def hosts_in(manifest: Mapping[str, Any]) -> dict[int, str]:
     """What names the clock of each rank: the boot id of its host (equal ids share a clock), else the host's name."""
     out: dict[int, str] = {}
-    for host in _mappings(manifest.get("hosts")):
+    for host in mappings(manifest.get("hosts")):
         identity = host.get("boot_id") or host.get("name")
         if isinstance(identity, str):
-            out.update(dict.fromkeys(_ints(host.get("ranks")), identity))
+            out.update(dict.fromkeys(numbers(host.get("ranks")), identity))
     return out
 
 
 def cpus_in(manifest: Mapping[str, Any]) -> dict[int, int]:
     """How many CPUs the host of each rank has, where the manifest tells."""
     out: dict[int, int] = {}
-    for host in _mappings(manifest.get("hosts")):
+    for host in mappings(manifest.get("hosts")):
         cpus = host.get("cpus")
-        if _is_int(cpus) and cpus > 0:
-            out.update(dict.fromkeys(_ints(host.get("ranks")), cpus))
+        if is_int(cpus) and cpus > 0:
+            out.update(dict.fromkeys(numbers(host.get("ranks")), cpus))
     return out
 
 
 def groups_in(manifest: Mapping[str, Any]) -> list[Said]:
     """All process groups of the job as the collector saw them."""
     out: list[Said] = []
-    for group in _mappings(manifest.get("groups")):
+    for group in mappings(manifest.get("groups")):
         start, stride, size = (group.get(key) for key in ("start", "stride", "size"))
-        members = tuple(_ints(group.get("ranks")))
-        if not members and _is_int(start) and _is_int(stride) and _is_int(size):
+        members = tuple(numbers(group.get("ranks")))
+        if not members and is_int(start) and is_int(stride) and is_int(size):
             members = tuple(start + stride * k for k in range(size))
         if members:
             out.append(Said(str(group.get("name", "")), str(group.get("description", "")), members))
@@ -83,7 +86,7 @@ def bounds_in(manifest: Mapping[str, Any], ranks: Sequence[int]) -> tuple[Bound,
 
 
 def _probes(value: Any, rank: int | None) -> Iterator[tuple[int, int, int]]:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         for one in value:
             yield from _probes(one, rank)
     if not isinstance(value, Mapping):

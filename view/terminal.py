@@ -365,6 +365,8 @@ def health_lines(doc: Document) -> list[Text]:
 def replay_tables(doc: Document) -> list[RenderableType]:
     """Everything that `scaletrace replay` prints, from its JSON answer."""
     out: list[RenderableType] = [Text(replay_headline(doc), style="bold")]
+    if isinstance(cost := doc.get("profiler_cost"), Mapping):
+        out.append(Text(units.clean(cost.get("sentence"), 400), style="yellow" if cost.get("large") else ""))
     if doc.get("steps"):
         out.append(steps_table(doc))
     if doc.get("breakdown"):

@@ -37,6 +37,7 @@ def test_json_has_the_documented_parts(answer: dict[str, object]) -> None:
         "collectives",
         "stragglers",
         "critical_path",
+        "profiler_cost",
     }
 
     assert frame | parts == set(answer)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaletrace.api import load
+from scaletrace.parse.profiler_cost import profiler_cost
 from scaletrace.replay.accuracy import mean_error
 from tests.collect.conftest import JOB, Ran, collected, files_of, run, torchrun
 
@@ -57,6 +58,15 @@ def test_the_manifest_tells_what_was_recorded(ddp_pair: tuple[Ran, Ran, Path]) -
     assert "6 x parameters x tokens" == manifest["model"]["flops_source"]
     assert {"python", "system", "torch"} <= set(manifest["versions"])
     assert [0, 1] == manifest["hosts"][0]["ranks"]
+
+
+def test_the_capture_tells_what_the_profiler_cost(ddp_pair: tuple[Ran, Ran, Path]) -> None:
+    """Steps 1 to 3 of each rank, before the warm-up of step 4, are compared with the recorded ones."""
+    manifest = json.loads((ddp_pair[2] / "manifest.json").read_bytes())
+    assert [3, 3] == [member["unwatched"]["count"] for member in manifest["members"]]
+    cost = profiler_cost(load(ddp_pair[2]).job)
+    assert cost is not None
+    assert (2, 3, 2) == (cost.ranks, cost.unwatched_steps, cost.recorded_steps)
 
 
 def test_the_product_reads_and_replays_the_capture(ddp_pair: tuple[Ran, Ran, Path]) -> None:
@@ -137,6 +147,8 @@ def test_on_demand(tmp_path: Path) -> None:
     assert [0, 1] == manifest["ranks"]["traced"]
     assert 0 == manifest["steps"]["first"] % 10
     assert 3 == manifest["steps"]["count"]
+    before = manifest["steps"]["first"] - 2  # without step 0 and the warm-up
+    assert [before, before] == [member["unwatched"]["count"] for member in manifest["members"]]
 
 
 @pytest.mark.slow
@@ -148,4 +160,5 @@ def test_a_time_window(tmp_path: Path) -> None:
     manifest = json.loads((out / "manifest.json").read_bytes())
     assert ("time", [0]) == (manifest["job"]["boundary"], manifest["ranks"]["traced"])
     assert manifest["steps"]["count"] > 1
+    assert manifest["members"][0]["unwatched"]["median_ns"] > 0
     assert [] == manifest["steps"]["partial"]

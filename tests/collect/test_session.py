@@ -40,6 +40,7 @@ def test_a_with_block_records_without_a_launcher(tmp_path: Path) -> None:
     manifest = json.loads((out / "manifest.json").read_bytes())
     assert {"first": 2, "last": 3, "count": 2, "partial": []} == manifest["steps"]
     assert ("mark_step", {"samples_per_step": 4}) == (manifest["job"]["boundary"], manifest["model"])
+    assert "unwatched" not in manifest["members"][0]  # step 0 and the warm-up are all that was before
 
 
 class Optimizer:

@@ -6,6 +6,7 @@ a second profiler makes the user's own raise; a CUDA graph under capture must no
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -20,7 +21,7 @@ _FOREIGN_CALLS = ("_prepare_profiler", "_enable_profiler", "_disable_profiler")
 
 
 class Log:
-    """Lines appended to one file, each kind once; a file that can't be written is given up silently."""
+    """Lines appended to one file, each kind once. Where it can't be written, the first is said on stderr and no other."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -35,13 +36,23 @@ class Log:
         try:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(line)
-        except OSError:
+        except OSError as error:
+            lines = text.splitlines()
+            shown = " ".join([lines[0], *lines[1:][-1:]])  # of a traceback the last line says what it was
+            say(f"{shown} ({self._path} can't be written: {error.strerror})")
             self._path = os.devnull
 
     @property
     def lines(self) -> list[str]:
         """What was said so far, for the manifest."""
         return sorted(self._said)
+
+
+def say(text: str) -> None:
+    """One line on the job's stderr, where there is one."""
+    with contextlib.suppress(Exception):  # closed, or replaced by something of the job's own
+        if sys.stderr is not None:
+            sys.stderr.write(f"scaletrace: {text}\n")
 
 
 def unsafe_reason() -> str:

@@ -88,4 +88,7 @@ class Settings:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
         """What the launcher left for this process, None outside of a recording."""
         text = environment.get(VARIABLE)
-        return cls.from_json(text) if text else None
+        try:
+            return cls.from_json(text) if text else None
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"{VARIABLE} holds no settings of a recording: {error}") from error

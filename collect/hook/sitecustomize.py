@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TARGETS = {"torch.optim.optimizer", "torch.distributed.distributed_c10d"}
+_SAID: list[bool] = []  # that this process is not recorded
 
 
 class _Finder:
@@ -49,10 +50,13 @@ def _install(module: Any) -> None:
         from scaletrace.collect.hook.boundary import install
 
         install(module)
-    except Exception:
-        # the job must run as if we weren't there; the launcher sees that no rank reported
+    except Exception as error:
+        # the job must run as if we weren't there, but for one line that says why nothing is recorded
         if os.environ.get("SCALETRACE_DEBUG"):
             raise
+        if sys.stderr is not None and not _SAID:
+            _SAID.append(True)
+            sys.stderr.write(f"scaletrace: this process is not recorded: {' '.join(str(error).split())}\n")
 
 
 def _make_importable() -> None:

@@ -81,3 +81,13 @@ def test_each_thing_is_said_once(tmp_path: Path) -> None:
     assert expected == [line.rpartition(": ")[2] for line in (tmp_path / "collect.log").read_text().splitlines()]
     assert expected == log.lines
     Log("/proc/nowhere/collect.log").once("lost")
+
+
+def test_a_log_that_cannot_be_written_speaks_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first reason goes to stderr on one line, of a traceback its last line; the others are kept for the manifest."""
+    log = Log("/dev/null/collect.log")
+    log.once("disabled by a failure:\nTraceback\n  File\nOSError: no space\n")
+    log.once("another")
+    expected = "scaletrace: disabled by a failure: OSError: no space (/dev/null/collect.log can't be written: Not a directory)\n"
+    assert expected == capsys.readouterr().err
+    assert 2 == len(log.lines)

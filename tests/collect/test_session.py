@@ -108,3 +108,26 @@ def test_a_failure_disables_and_is_logged_once(tmp_path: Path, monkeypatch: pyte
     log = (tmp_path / "collect.log").read_text()
     expected = 1
     assert expected == log.count("ZeroDivisionError: division by zero")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["/proc/nowhere/capture", "/dev/null/capture", "long"])
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, folder: str) -> None:
+    """A job that records itself goes on, and says on stderr why nothing is recorded."""
+    where = str(tmp_path / ("x" * 300)) if folder == "long" else folder
+    ran = run([sys.executable, "-c", SCRIPT, where])
+    start = "scaletrace: disabled by a failure: "
+    assert (0, "", 1, start) == (ran.returncode, ran.stdout, ran.stderr.count("\n"), ran.stderr[: len(start)])
+
+
+@pytest.mark.slow
+def test_a_linked_folder_is_written_through(tmp_path: Path) -> None:
+    """A capture folder that is a symbolic link gets the files at its target."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    ran = run([sys.executable, "-c", SCRIPT, str(tmp_path / "link")])
+    assert (0, "") == (ran.returncode, ran.stderr)
+    deadline = time.monotonic() + 60
+    while "manifest.json" not in files_of(tmp_path / "real") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "manifest.json" in files_of(tmp_path / "real")

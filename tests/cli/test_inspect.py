@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,23 @@ def test_a_rank_with_slow_kernels_computes_longer(run: Run, tmp_path: Path) -> N
 
     assert (3, "computes longer") == (worst["rank"], worst["cause"])
     assert worst["extra_compute_ns"] > 0.1 * worst["compute_ns"]
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["replay", "--no-trace"]])
+def test_the_cost_of_the_profiler_is_told(run: Run, samples: Path, tmp_path: Path, command: list[str]) -> None:
+    """A capture that knows how long steps took without the profiler says so to people and in JSON; others say null."""
+    told = tmp_path / "told"
+    shutil.copytree(samples / "ddp_straggler_w4", told)
+    before = {"count": 40, "mean_ns": 100_000_000, "median_ns": 100_000_000, "spread_ns": 1_000_000}
+    ends = [10**18, 10**18 + 120_000_000, 10**18 + 240_000_000]
+    member = {"rank": 0, "trace": "rank0.json", "unwatched": before, "boundaries_ns": ends}
+    (told / "manifest.json").write_text(json.dumps({"schema": "scaletrace.capture/1", "members": [member]}))
+
+    words = " ".join(run(*command, told).stdout.split())
+    assert (
+        "(median of 40 steps before the window), recorded 120 ms: the profiler cost 20.0%. Projections carry" in words
+    )
+    cost = json.loads(run(*command, told, "--json").stdout)["profiler_cost"]
+    assert (True, False, 1_000_000) == (cost["large"], cost["within_noise"], cost["noise_ns"])
+    silent = run(*command, samples / "ddp_straggler_w4", "--json").stdout
+    assert json.loads(silent)["profiler_cost"] is None

@@ -16,7 +16,7 @@ from scaletrace.cli.reading import read_job, reads_captures
 if TYPE_CHECKING:
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.energy import Prices
-    from scaletrace.extrapolate.estimate import Fit
+    from scaletrace.extrapolate.estimate import Fit, Network
     from scaletrace.extrapolate.layout import Layout
     from scaletrace.extrapolate.memory import Memory, StateBytes
     from scaletrace.extrapolate.rewrite.state import State
@@ -111,7 +111,7 @@ def _found(
         own = layout_at(job.work.anchor.layout, space.gpus, space.batch, space.seq)
     found = find(
         job.work,
-        Network(job.machine),
+        job.network or Network(job.machine),
         space,
         best=best,
         fit=job.fit,
@@ -177,6 +177,7 @@ class _Job:
 
     micro_batches: samples of one micro batch to try;  sample_flop: model FLOP of a sample, None where nothing tells
     states, memory: bytes of what training keeps, and the peak of a layout; None: those of the model
+    network: costs on the cluster, corrected by what the capture measured of them; None: those of the catalog
     on_device: compute times are of a GPU like the cluster's, so that MFU and money mean something
     """
 
@@ -191,6 +192,7 @@ class _Job:
     memory: Callable[[Layout], Memory] | None = None
     sample_flop: float | None = None
     on_device: bool = True
+    network: Network | None = None
 
 
 def _job(path: str, cluster: str, layout: str) -> _Job:
@@ -219,12 +221,14 @@ def _job(path: str, cluster: str, layout: str) -> _Job:
 def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     from scaletrace.extrapolate.anatomy import dissect
     from scaletrace.extrapolate.base import guess_cluster
+    from scaletrace.extrapolate.calibrate import calibrate
     from scaletrace.extrapolate.cluster import Cluster
     from scaletrace.extrapolate.estimate import PLAIN, Network
     from scaletrace.extrapolate.fit import fit_to, for_cluster, tell
     from scaletrace.extrapolate.flops import step_flop
     from scaletrace.extrapolate.footprint import footprint_of_job
     from scaletrace.extrapolate.layout import Layout, measured_layout
+    from scaletrace.extrapolate.transfers import evidence
     from scaletrace.extrapolate.workload import from_job
     from scaletrace.parse.build import build
     from scaletrace.parse.profiler_cost import tell_profiler_cost
@@ -239,7 +243,8 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     work = from_job(built, anatomy, measured, None if on_cpu else machine.device)
     same = machine.name == seen.name
     held = replace(footprint_of_job(built, measured), model=work.model, on_device=not on_cpu)
-    fit = for_cluster(fit_to(work, built, Network(seen), anatomy, held.states), same)
+    measured_costs = calibrate(evidence(built.graph, built.graph.dur_ns), seen)
+    fit = for_cluster(fit_to(work, built, Network(seen, measured_costs), anatomy, held.states), same)
     tell(fit, work.health, same)
     tell_profiler_cost(job, work.health)
     anchor = work.anchor
@@ -257,7 +262,7 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     on_device = seen.device.generation != "cpu"
     return _Job(
         work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried, held.states,
-        held.parts, sample_flop, on_device,
+        held.parts, sample_flop, on_device, Network(machine, measured_costs) if same else None,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from scaletrace.errors import ScaletraceError, UsageError
 from scaletrace.extrapolate import overlap, transfers
 from scaletrace.extrapolate.calibrate import calibrate
 from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.costs import FAMILY
 from scaletrace.extrapolate.estimate import Estimate, Network
 from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layout import Layout
@@ -152,35 +153,56 @@ def opened(built: Built, measured: Layout, cluster: Cluster) -> State:
 
 def slowdown_of(built: Built, state: State) -> Slowdown | None:
     """What overlap costs the kernels of an opened capture, as when it is stretched; None where nothing overlaps."""
-    share = _share(state.graph)
-    if not share.any():
-        return None
-    prior = state.network.cluster.device.overlap_slowdown
-    return overlap.measure(state.graph, share, prior, operands=overlap.operands(built.job, state.graph))
+    return overlap.of_job(built, state.graph, state.network.cluster.device.overlap_slowdown)
 
 
 def freed(state: State, slowdown: Slowdown) -> State:
     """The state with times as they would be if nothing ran beside them."""
-    share, kappa = _share(state.graph), slowdown.per_node(state.graph)
+    timeline, kappa = replay(state.graph), slowdown.per_node(state.graph)
+    share = overlap.overlap_share(state.graph, timeline.start_ns, timeline.end_ns)
     alone = 1.0 - (share * kappa / (1.0 + kappa)).sum(axis=1)
     return replace(state, anatomy=replace(state.anatomy, exact_ns=state.anatomy.exact_ns * alone)).with_durations()
 
 
-def _share(graph: Graph) -> Floats:
-    timeline = replay(graph)
-    return overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
+def _replayed_s(graph: Graph, slowdown: Slowdown | None, moving: Floats | None) -> float:
+    """Step of a graph; with a slowdown its times are free of overlap, and that of its own replay is put in.
 
-
-def _replayed_s(graph: Graph, slowdown: Slowdown | None) -> float:
-    """Step of a graph; with a slowdown its times are free of overlap, and that of its own replay is put in."""
+    moving: as in overlap.overlap_share
+    """
     timeline = replay(graph)
     if slowdown is not None:
         kappa, none = slowdown.per_node(graph), np.zeros((len(graph), 2))
         made = overlap.plan(graph)
         for _ in range(SWEEPS):
-            share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns, made=made)
+            share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns, moving, made)
             timeline = replay(graph, overlap.apply(graph.dur_ns, kappa, none, share))
     return step_time_s(graph, timeline.start_ns, timeline.end_ns)
+
+
+def _moving(measured: State, made: State) -> Floats:
+    """How hard the collectives of `made` move data, relative to those of their kind that were measured (1 = as hard):
+    the share of its time that bytes take, as when a job is stretched (transfers.Scaled); float64[collectives].
+    """
+    before: dict[str, list[float]] = {}
+    for kind, share in _wire_shares(measured):
+        before.setdefault(kind, []).extend([share] if share > 0 else [])
+    usual = {kind: float(np.median(shares)) for kind, shares in before.items() if shares}
+    return np.array(
+        [min(1.0, share / usual.get(kind, share)) if share > 0 else 1.0 for kind, share in _wire_shares(made)]
+    )
+
+
+def _wire_shares(state: State) -> list[tuple[str, float]]:
+    """Kind and wire share (costs.Cost) of each collective, 0 where there is no model of it."""
+    out = []
+    for item in state.graph.collectives:
+        share = 0.0
+        if item.group >= 0 and item.kind in FAMILY and state.graph.groups[item.group].size > 1:
+            group = state.graph.groups[item.group]
+            size = max(1, transfers.whole_bytes(item, group.size))
+            share = state.network.cost(item.kind, size, group.size, max(1, group.stride)).wire_share
+        out.append((item.kind, share))
+    return out
 
 
 def confirmed(state: State, row: Row, slowdown: Slowdown | None = None) -> Row:
@@ -200,7 +222,7 @@ def confirmed(state: State, row: Row, slowdown: Slowdown | None = None) -> Row:
                 f"its graph would have about {nodes:,.0f} nodes, and a search replays up to {MOST_NODES:,}"
             )
         made = relayout(state, target)
-        step_s = _replayed_s(made.graph, slowdown)
+        step_s = _replayed_s(made.graph, slowdown, _moving(state, made) if slowdown is not None else None)
     except ScaletraceError as error:
         return replace(row, why_not=str(error))
     return replace(row, replayed_s=step_s, error=made.error)

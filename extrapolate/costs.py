@@ -174,6 +174,11 @@ class Cost:
     last_s: float = 0.0
     busy: float = 1.0
 
+    @property
+    def wire_share(self) -> float:
+        """Share of its time in which its links are busy."""
+        return self.busy * self.beta_s / self.seconds if self.seconds > 0 else 0.0
+
 
 def collective_seconds(
     kind: str,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.extrapolate.costs import Calibration, collective_seconds
+from scaletrace.extrapolate.costs import Calibration, Cost, collective_seconds
 from scaletrace.extrapolate.interference import loss_of
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.memory import Memory, StateBytes, rank_parameters
@@ -29,7 +29,8 @@ class Terms:
     tensor, context, expert   collectives inside layers, which nothing hides
     bubble       waiting of the pipeline, messages of its warm-up and drain
     data_exposed what gradients and parameters take beyond the compute that hides them
-    slowdown     what hidden collectives cost the compute beside them
+    slowdown     what hidden collectives cost the compute beside them; of a measured job beyond what its compute has
+                 of it already, below 0 where less is hidden
     host         what a measured step has beyond all these, on the host and once a step; 0 for a described job
     """
 
@@ -80,6 +81,8 @@ class Fit:
     host_s    host time of one layer and micro batch on a rank, forward and backward
     once_s    work of every step that neither layers nor the bytes of the optimizer explain: launches, data, logging
     calls     collectives that reduce gradients in a step of one pipeline stage's share of all layers; 0: one a layer
+    loss      seconds of compute that a second of hidden collective costs (interference.loss_of)
+    hidden    of the measured compute the share beside which collectives were hidden
     residual  what is left at the measured layout, relative to the step; unfitted: what was off before
     """
 
@@ -95,6 +98,8 @@ class Fit:
     once_s: float = 0.0
     calls: float = 0.0
     measured_s: float = 0.0
+    loss: float = 0.0
+    hidden: float = 0.0
     residual: float = 0.0
     unfitted: float = 0.0
 
@@ -114,6 +119,10 @@ class Network:
         """Time of one collective over `size` ranks, `stride` apart; 0 for a single rank."""
         if size <= 1 or size_bytes <= 0:
             return 0.0
+        return self.cost(kind, size_bytes, size, stride).seconds
+
+    def cost(self, kind: str, size_bytes: float, size: int, stride: int) -> Cost:
+        """The same with its parts (costs.collective_seconds)."""
         return _cost(self.cluster.name, kind, round(size_bytes), size, stride, _Held(self.cluster, self.calibration))
 
 
@@ -132,8 +141,8 @@ class _Held:
 
 
 @lru_cache(maxsize=65536)
-def _cost(name: str, kind: str, size_bytes: int, size: int, stride: int, held: _Held) -> float:
-    return collective_seconds(kind, size_bytes, size, held.cluster, stride=stride, calibration=held.calibration).seconds
+def _cost(name: str, kind: str, size_bytes: int, size: int, stride: int, held: _Held) -> Cost:
+    return collective_seconds(kind, size_bytes, size, held.cluster, stride=stride, calibration=held.calibration)
 
 
 def _tensor_s(work: Workload, layout: Layout, network: Network) -> float:
@@ -257,8 +266,9 @@ def estimate(
     micro = _micro(work, layout, network, fit)
     m = layout.microbatches
     comm, ends = (fit.data * part for part in data_s(work, layout, network, states, fit))
-    loss = loss_of(network.cluster.device.overlap_slowdown)
+    loss = fit.loss if fit.measured_s else loss_of(network.cluster.device.overlap_slowdown)
     hidden = min(comm - min(ends, comm), room_s(work, layout, network, fit))
+    busy = m * micro.total
     parameters = rank_parameters(work.model, layout, 0)
     terms = Terms(
         compute=m * micro.compute,
@@ -269,8 +279,7 @@ def estimate(
         expert=m * micro.expert,
         bubble=sum(bubble_parts_s(work, layout, network, fit)),
         data_exposed=comm - hidden,
-        # What a measured step has of it is in its compute already.
-        slowdown=0.0 if fit.measured_s else loss * hidden,
+        slowdown=loss * (min(hidden, busy) - fit.hidden * busy) if fit.measured_s else loss * hidden,
         optimizer=fit.optimizer * work.optimizer_s(parameters / layout.shards),
         host=fit.host_s * m * micro.layers + fit.once_s,
     )
@@ -283,4 +292,5 @@ def lower_bound_s(work: Workload, layout: Layout, fit: Fit = PLAIN) -> float:
     forward, backward, ends = _parts_s(work, layout, fit)
     again = forward if layout.recompute == "full" else 0.0
     layers = work.model.layers / layout.pp
-    return layout.microbatches * (layers * (forward + backward + again + fit.host_s) + ends)
+    free = 1 - fit.loss * fit.hidden  # a layout that hides nothing computes faster than was measured
+    return layout.microbatches * (layers * ((forward + backward + again) * free + fit.host_s) + ends)

@@ -13,13 +13,16 @@ import numpy as np
 
 from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.estimate import Fit, Network, bubble_parts_s, data_s, estimate, room_s
+from scaletrace.extrapolate.interference import loss_of
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout, axis_of
 from scaletrace.extrapolate.memory import StateBytes
 from scaletrace.extrapolate.nodework import node_work
+from scaletrace.extrapolate.overlap import of_job
 from scaletrace.extrapolate.steps import shares
 from scaletrace.extrapolate.workload import Workload
 from scaletrace.parse.build import Built
+from scaletrace.parse.events import BoolArray
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.replay.engine import replay
@@ -39,17 +42,20 @@ def fit_to(work: Workload, built: Built, network: Network, anatomy: Anatomy, sta
     timeline = replay(built.graph)
     step_s = step_time_s(built.graph, timeline.start_ns, timeline.end_ns)
     seen = shares(built.graph, timeline.start_ns, timeline.end_ns)
-    axes: dict[str, float] = {}
-    for axis, share in seen.by_axis.items():
-        axes[axis_of(axis)] = axes.get(axis_of(axis), 0.0) + share * step_s
     # Axes may overlap each other; together they are what is exposed.
-    total = sum(axes.values())
-    exposed = {axis: float(part * seen.exposed * step_s / total) for axis, part in axes.items()} if total > 0 else {}
+    total = sum(seen.by_axis.values())
+    exposed: dict[str, float] = {}
+    for axis, share in seen.by_axis.items():
+        # While a rank waits for others nothing moves, and a faster or larger network changes nothing of it. What ranks
+        # of a pipeline wait for each other is its bubble.
+        moving = share - (0.0 if axis_of(axis) == "pp" else seen.waiting_by_axis.get(axis, 0.0))
+        exposed[axis_of(axis)] = exposed.get(axis_of(axis), 0.0) + moving * seen.exposed * step_s / total
     calls = _calls(built.graph) * work.anchor.layout.pp
     held = _held(built, anatomy, work.anchor.layout.tp)
-    return factors(
-        work, work.anchor.layout, network, step_s, float(seen.compute * step_s), exposed, calls, held, states
-    )
+    compute_s, moved_s = float(seen.compute * step_s), _moved_s(built.graph)
+    slowdown = of_job(built, built.graph, network.cluster.device.overlap_slowdown)
+    loss = loss_of(slowdown.default[1], slowdown.transfers) if slowdown else 0.0
+    return factors(work, work.anchor.layout, network, step_s, compute_s, exposed, calls, held, states, moved_s, loss)
 
 
 def _held(built: Built, anatomy: Anatomy, tp: int) -> float:
@@ -62,14 +68,28 @@ def _held(built: Built, anatomy: Anatomy, tp: int) -> float:
 
 def _calls(graph: Graph) -> float:
     """Collectives of a step and rank that reduce gradients."""
-    reduces = [
-        item.kind in ("all_reduce", "reduce_scatter")
-        and axis_of(graph.groups[item.group].axis if item.group >= 0 else "") in DATA_AXES
+    return float(_of_data(graph, ("all_reduce", "reduce_scatter")).sum()) / _rank_steps(graph)
+
+
+def _moved_s(graph: Graph) -> float:
+    """How long collectives of the data axes move something in a step of a rank, hidden or not."""
+    mine = _of_data(graph, ("all_reduce", "reduce_scatter", "all_gather"))
+    return float(graph.dur_ns[mine].sum()) * 1e-9 / _rank_steps(graph)
+
+
+def _of_data(graph: Graph, kinds: tuple[str, ...]) -> BoolArray:
+    """Mask of the transfers of such collectives on data axes."""
+    wanted = [
+        item.kind in kinds and axis_of(graph.groups[item.group].axis if item.group >= 0 else "") in DATA_AXES
         for item in graph.collectives
     ]
-    mine = np.array([*reduces, False], np.bool_)[graph.instance] & (graph.kind == int(NodeKind.TRANSFER))
+    named = np.array([*wanted, False], np.bool_)[graph.instance]
+    return np.asarray(named & (graph.kind == int(NodeKind.TRANSFER)), np.bool_)
+
+
+def _rank_steps(graph: Graph) -> int:
     steps = max(1, len(np.unique(graph.step[graph.step >= 0])))
-    return float(mine.sum()) / steps / max(1, len(np.unique(graph.rank[graph.lane >= 0])))
+    return steps * max(1, len(np.unique(graph.rank[graph.lane >= 0])))
 
 
 def factors(
@@ -82,10 +102,13 @@ def factors(
     calls: float = 0.0,
     held: float = 0.0,
     states: StateBytes | None = None,
+    moved_s: float = 0.0,
+    loss: float = 0.0,
 ) -> Fit:
     """The factors from seconds of the mean rank: its step, what of it computes, and what is exposed by axis.
 
     calls: collectives that reduce gradients, over all pipeline stages; 0 = one a layer.  held: as in Fit
+    moved_s: how long collectives of the data axes move something, hidden or not; 0 = not known.  loss: as in Fit
     """
     states = states or StateBytes.of(work.element_bytes)
     plain = estimate(work, layout, network, states)
@@ -122,8 +145,10 @@ def factors(
     fit = replace(
         fit,
         messages=max(0.0, waits - idle) / messages if messages > 0 else 1.0,
-        data=_data_factor(work, layout, network, states, fit, exposed_s.get("dp", 0.0) + exposed_s.get("fsdp", 0.0)),
     )
+    data = sum(exposed_s.get(axis, 0.0) for axis in DATA_AXES)
+    fit = replace(fit, data=_data_factor(work, layout, network, states, fit, data, moved_s))
+    fit = replace(fit, loss=loss, hidden=_hidden(work, layout, network, states, fit))
     rest = step_s - estimate(work, layout, network, states, fit).step_s
     passes = layout.microbatches * work.model.layers / layout.pp
     fit = replace(fit, host_s=max(0.0, rest) / passes)
@@ -131,16 +156,29 @@ def factors(
 
 
 def _data_factor(
-    work: Workload, layout: Layout, network: Network, states: StateBytes, fit: Fit, exposed_s: float
+    work: Workload, layout: Layout, network: Network, states: StateBytes, fit: Fit, exposed_s: float, moved_s: float
 ) -> float:
-    """The factor on all traffic of gradients and parameters that leaves `exposed_s` of it beyond what compute hides."""
+    """The factor on all traffic of gradients and parameters that leaves `exposed_s` of it beyond what compute hides.
+
+    It takes no longer than it was seen to (`moved_s`): what is exposed beyond that is a matter of the order in which
+    the host issues things.
+    """
     comm, ends = data_s(work, layout, network, states, fit)
     if comm <= 0:
         return 1.0
     room = room_s(work, layout, network, fit)
     ends = min(ends, comm)
     hidden = exposed_s / ends if ends > 0 else 0.0
-    return hidden if ends > 0 and hidden * (comm - ends) <= room else (exposed_s + room) / comm
+    factor = hidden if ends > 0 and hidden * (comm - ends) <= room else (exposed_s + room) / comm
+    return min(factor, moved_s / comm) if moved_s > 0 else factor
+
+
+def _hidden(work: Workload, layout: Layout, network: Network, states: StateBytes, fit: Fit) -> float:
+    """Of the micro batches' time the share beside which traffic of gradients and parameters is hidden, 0 to 1."""
+    comm, ends = (fit.data * part for part in data_s(work, layout, network, states, fit))
+    room = room_s(work, layout, network, fit)
+    busy = room if layout.pp == 1 else room * layout.microbatches / 2
+    return min(1.0, min(comm - min(ends, comm), room) / busy) if busy > 0 else 0.0
 
 
 def for_cluster(fit: Fit, same: bool) -> Fit:

@@ -19,9 +19,11 @@ import numpy.typing as npt
 from scaletrace.extrapolate.compute import compute_nodes, device_lanes
 from scaletrace.extrapolate.interference import COLLECTIVE_SLOWDOWN, lost
 from scaletrace.jit import jit
+from scaletrace.parse.build import Built
 from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, GraphCollective, NodeKind
 from scaletrace.parse.job import Job
+from scaletrace.replay.engine import replay
 
 Floats = npt.NDArray[np.float64]
 PAIRS_WANTED = 5
@@ -255,6 +257,16 @@ def _as_recorded(job: Job, graph: Graph) -> bool:
         if not np.array_equal(own[graph.name[nodes]], events.name[rows].astype(np.int64)):
             return False
     return True
+
+
+def of_job(built: Built, graph: Graph, prior: float) -> Slowdown | None:
+    """What overlap costs a job's kernels, as its own replay runs them; None where nothing overlaps.
+
+    graph: that of `built`, whose groups may have other names;  prior: κ of its device
+    """
+    timeline = replay(graph)
+    share = overlap_share(graph, timeline.start_ns, timeline.end_ns)
+    return measure(graph, share, prior, operands=operands(built.job, graph)) if share.any() else None
 
 
 def measure(

@@ -307,10 +307,10 @@ class _Change:
     def set(self, at: int, before: Cost, after: Cost, grown: bool, floor: bool) -> None:
         """One collective's change by its costs; `floor`: it takes no less than measured."""
         if not before.seconds > 0:
-            self.moving[at] = _wire_share(after)
+            self.moving[at] = after.wire_share
             self.ratio[at], self.absolute[at] = 0.0, after.seconds * 1e9
             return
-        self.moving[at] = min(1.0, _wire_share(after) / max(_wire_share(before), 1e-9))
+        self.moving[at] = min(1.0, after.wire_share / max(before.wire_share, 1e-9))
         self.evens_out[at] = before.last_s > 0 and (grown or before.seconds != after.seconds)
         ratio = after.seconds / (before.seconds - (before.last_s if self.evens_out[at] else 0.0))
         self.ratio[at] = max(1.0, ratio) if floor else ratio
@@ -362,11 +362,6 @@ def _changed(graph: Graph, dur_ns: IntArray, change: _Change) -> IntArray:
 
 def _even(group: GraphGroup, cluster: Cluster) -> bool:
     return place(group.size, cluster, max(1, group.stride)).even
-
-
-def _wire_share(cost: Cost) -> float:
-    """Share of a collective's time in which its links are busy."""
-    return cost.busy * cost.beta_s / cost.seconds if cost.seconds > 0 else 0.0
 
 
 def _unchanged(cost: Cost) -> Cost:

@@ -24,7 +24,7 @@ from scaletrace.extrapolate.layout import Layout, measured_layout
 from scaletrace.extrapolate.rewrite.batch import repeat_micro_batches, resize_micro_batch, without_early_reductions
 from scaletrace.extrapolate.rewrite.checkpointing import checkpointed
 from scaletrace.extrapolate.rewrite.cp import spread_context
-from scaletrace.extrapolate.rewrite.data import resize
+from scaletrace.extrapolate.rewrite.data import group_shapes, resize
 from scaletrace.extrapolate.rewrite.depth import resize_hidden, resize_layers
 from scaletrace.extrapolate.rewrite.ep import spread_experts
 from scaletrace.extrapolate.rewrite.gradients import trains, with_gradients, without_gradients
@@ -216,8 +216,7 @@ def _resized(state: State, target: Layout) -> State:
         return state
     before = Layout(dp=old.dp, fsdp=old.fsdp, tp=old.tp, pp=old.pp, cp=old.cp)
     after = replace(before, dp=target.dp, fsdp=target.fsdp)
-    units = [[weight.dims for weight in unit] for unit in state.work.weights]
-    resized = resize(state.graph, before, after, units)
+    resized = resize(state.graph, before, after, group_shapes(state.work.weights, state.anatomy.is_layer))
     out = recosted(state, resized.collectives, resized.groups)
     graph = replace(out.graph, multiplicity=resized.multiplicity)
     return replace(out, graph=graph, layout=replace(old, dp=target.dp, fsdp=target.fsdp))

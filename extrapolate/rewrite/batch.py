@@ -22,6 +22,7 @@ from scaletrace.extrapolate.rewrite.state import (
     scaled_bytes,
     stretched,
 )
+from scaletrace.extrapolate.rewrite.tied import of_embedding
 from scaletrace.extrapolate.routing import TINY
 
 ACTIVATIONS = ("tp", "pp", "ep", "cp")
@@ -100,13 +101,15 @@ def more_tokens(state: State, rows: float, stretch: Stretch) -> State:
 
 
 def carry_activations(state: State) -> list[bool]:
-    """Of each collective whether its bytes follow the tokens; how many go to each expert is told in the same few bytes."""
+    """Of each collective whether its bytes follow the tokens; how many go to each expert is told in the same few bytes,
+    and the gradient of weights that two stages share is as large as those."""
     groups, items = state.graph.groups, state.graph.collectives
     axes = [axis_of_item(item, groups) for item in items]
     sizes = [max(item.bytes_in, item.bytes_out) for item in items]
     most = max((size for size, axis in zip(sizes, axes, strict=True) if axis == "ep"), default=0)
     return [
-        axis in ACTIVATIONS and (axis != "ep" or size >= TINY * most) for size, axis in zip(sizes, axes, strict=True)
+        axis in ACTIVATIONS and (axis != "ep" or size >= TINY * most) and not of_embedding(item, groups)
+        for item, size, axis in zip(items, sizes, axes, strict=True)
     ]
 
 

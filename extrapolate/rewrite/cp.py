@@ -18,7 +18,7 @@ from scaletrace.extrapolate.kernels import Work, classify
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, EXCHANGES
 from scaletrace.extrapolate.rewrite.batch import attention_of, more_tokens, token_stretch
-from scaletrace.extrapolate.rewrite.data import resized_item
+from scaletrace.extrapolate.rewrite.data import group_shapes, resized_item
 from scaletrace.extrapolate.rewrite.insert import (
     LANES,
     PART,
@@ -121,7 +121,7 @@ def _over_more_ranks(state: State, old: int, new: int) -> State:
         replace(before, size=max(1, before.size * new // old)) if before.axis == wide else after
         for before, after in zip(graph.groups, spread_groups(graph.groups, "cp", old, new), strict=True)
     )
-    units = [[weight.dims for weight in unit] for unit in state.work.weights]
+    units = group_shapes(state.work.weights, state.anatomy.is_layer)
     items = [resized_item(i, graph.groups, groups, units) if i.group >= 0 else i for i in graph.collectives]
     return recosted(state, items, groups)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from scaletrace.errors import UsageError
 from scaletrace.extrapolate.layout import AXES, DATA_AXES, Layout, axis_of, degrees
+from scaletrace.extrapolate.nodework import Weight
 from scaletrace.extrapolate.rewrite.select import real_ranks
 from scaletrace.parse.graph import Graph, GraphCollective, GraphGroup
 
@@ -27,6 +28,13 @@ def sharded_elements(shapes: Sequence[Shape], ranks: int) -> int:
         rest = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1
         total += ranks * -(-int(shape[0] if shape else 1) // ranks) * rest
     return total
+
+
+def group_shapes(weights: Sequence[Sequence[Weight]], is_layer: Sequence[bool]) -> list[list[Shape]]:
+    """Parameter shapes that one gather may hold: those of each unit, of all that are no layers (FSDP's root), of all."""
+    every: list[list[Shape]] = [[weight.dims for weight in unit] for unit in weights]
+    ends = [shape for unit, layer in zip(every, is_layer, strict=True) if not layer for shape in unit]
+    return [*every, ends, [shape for unit in every for shape in unit]]
 
 
 def resize(graph: Graph, old: Layout, new: Layout, units: Sequence[Sequence[Shape]] = ()) -> Graph:
@@ -84,8 +92,11 @@ def _group(group: GraphGroup, old: Layout, new: Layout, apart: Collection[int]) 
     stride = group.stride
     if stride in apart and getattr(old, axis) != group.size:
         return replace(group, size=max(1, size))
-    if stride == old.span(axis).stride or group.size == 1:
+    apart_by = old.span(axis).stride
+    if stride == apart_by or group.size == 1:
         stride = new.span(axis).stride
+    elif axis == "pp" and stride > 0 and stride % apart_by == 0:  # of stages that are no neighbours
+        stride = new.span(axis).stride * (stride // apart_by)
     elif stride > 0:
         # A group that doesn't follow the usual order of axes: whatever grew inside its stride moves it apart.
         inner = [other for other in DATA_AXES if other != axis and 1 < getattr(old, other) <= stride]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,8 @@ from scaletrace.extrapolate.kernels import Shape, Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.nodework import Role, Weight
 from scaletrace.extrapolate.rewrite.batch import ACTIVATIONS, attention_of, carry_activations
-from scaletrace.extrapolate.rewrite.data import refitted
+from scaletrace.extrapolate.rewrite.data import group_shapes, refitted
+from scaletrace.extrapolate.rewrite.ep import expert_products
 from scaletrace.extrapolate.rewrite.loom import FloatArray
 from scaletrace.extrapolate.rewrite.precision import SCALAR_BYTES
 from scaletrace.extrapolate.rewrite.schedules import build
@@ -25,6 +28,7 @@ from scaletrace.extrapolate.rewrite.state import (
     scaled_bytes,
     stretched,
 )
+from scaletrace.extrapolate.rewrite.tied import of_embedding
 from scaletrace.parse.graph import GraphCollective, GraphGroup
 
 
@@ -86,7 +90,10 @@ def _bucket_bytes(state: State) -> float:
 
 def resize_hidden(state: State, hidden: int) -> State:
     """Width `hidden` in place of the measured one: matrices grow with its square, all else in proportion; heads grow in
-    number, not in size. Raises UsageError where no shape tells the measured width, or heads do not divide the new one."""
+    number, not in size, and experts in size, not in number, so that a router keeps its columns.
+
+    Raises UsageError where no shape tells the measured width, or heads do not divide the new one.
+    """
     factor = hidden / measured_width(state)
     for shape in state.work.shape:
         if shape is not None and shape.work is Work.ATTENTION and hidden % shape.depth:
@@ -96,11 +103,13 @@ def resize_hidden(state: State, hidden: int) -> State:
     if factor == 1.0:
         return replace(state, layout=replace(state.layout, hidden=hidden))
 
-    attends = attention_of(state)
+    attends, experts = attention_of(state), routed_experts(state)
 
     def stretch(shape: Shape | None, role: Role) -> tuple[Shape | None, float]:
         if shape is None:
             return None, factor
+        if shape.batch == 1 and shape.columns in experts:  # the router's product, and what chooses among its columns
+            return (shape.scaled(depth=factor), factor) if shape.work is Work.MATMUL else (shape, 1.0)
         if attends(shape):
             heads = {"batch": factor} if shape.work in (Work.ATTENTION, Work.MATMUL) else {"rows": factor}
             return shape.scaled(**heads), factor
@@ -147,10 +156,37 @@ def measured_width(state: State) -> int:
     return int(np.bincount(np.array(widths)).argmax())
 
 
+def routed_experts(state: State) -> frozenset[int]:
+    """Numbers of experts among which the layers' routers choose.
+
+    A router has a column for each expert: as many as experts' grouped products have matrices, over all their ranks, or
+    as one layer has equal matrices, once or several times.
+    """
+    products = zip(state.work.shape, expert_products(state).tolist(), strict=True)
+    grouped = {round(shape.batch) * state.layout.ep for shape, is_one in products if is_one and shape is not None}
+    found = set(grouped)
+    for unit, is_layer in zip(state.work.weights, state.anatomy.is_layer, strict=True):
+        matrices = [weight.dims for weight in unit if len(weight.dims) == 2] if is_layer else []
+        found.update(dims[0] for dims in matrices if _chooses(dims, matrices))
+    return frozenset(found)
+
+
+def _chooses(dims: tuple[int, ...], matrices: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a matrix has a row for each of several larger ones that are equal."""
+    rows = dims[0]
+    return rows > 1 and any(
+        count % rows == 0 and other[0] > rows and other[1] > rows for other, count in Counter(matrices).items()
+    )
+
+
 def _wider_weights(state: State, factor: float) -> tuple[tuple[Weight, ...], ...]:
-    """Weights of layers grow on every side, those of embedding and head only on the one that is not the vocabulary."""
+    """Weights of layers grow on every side, those of embedding, head and routers only on the one that is not the number
+    of words or experts; a router's bias keeps its size."""
+    experts = routed_experts(state)
 
     def wider(weight: Weight, is_layer: bool) -> Weight:
+        if is_layer and weight.dims[0] in experts:
+            return Weight((*weight.dims[:1], *(round(size * factor) for size in weight.dims[1:])), weight.role)
         if is_layer or len(weight.dims) == 1:
             return Weight(tuple(round(size * factor) for size in weight.dims), weight.role)
         return Weight((*weight.dims[:-1], round(weight.dims[-1] * factor)), weight.role)
@@ -176,11 +212,12 @@ def _wider_parameters(state: State, weights: tuple[tuple[Weight, ...], ...], fac
 def _wider_collectives(state: State, weights: tuple[tuple[Weight, ...], ...], factor: float, growth: float) -> State:
     """Activations grow in proportion; gathers and scatters of a unit with its weights, to the byte; the rest with all."""
     groups = state.graph.groups
-    old = [[weight.dims for weight in unit] for unit in state.work.weights]
-    new = [[weight.dims for weight in unit] for unit in weights]
+    old, new = (group_shapes(each, state.anatomy.is_layer) for each in (state.work.weights, weights))
     items = []
     for item, carries in zip(state.graph.collectives, carry_activations(state), strict=True):
-        if axis_of_item(item, groups) in ACTIVATIONS:
+        if of_embedding(item, groups):
+            items.append(scaled_bytes(item, factor))
+        elif axis_of_item(item, groups) in ACTIVATIONS:
             items.append(scaled_bytes(item, factor) if carries else item)
         elif max(item.bytes_in, item.bytes_out) <= SCALAR_BYTES:
             items.append(item)
@@ -197,7 +234,8 @@ def _one_side(shape: Shape | None, factor: float) -> tuple[Shape | None, float]:
 
 
 def _parameter_growth(state: State, factor: float) -> float:
-    """All parameters after over before: matrices of layers with the square, vectors and vocabulary in proportion."""
+    """All parameters after over before: matrices of layers with the square, vectors, routers and vocabulary in
+    proportion."""
     old = sum(weight.elements for unit in state.work.weights for weight in unit)
     new = sum(weight.elements for unit in _wider_weights(state, factor) for weight in unit)
     return new / old if old else factor**2

@@ -47,7 +47,7 @@ def spread_experts(state: State, degree: int, tokens_by_expert: Sequence[float] 
     old = recorded[0].size if recorded else 1 if not any(group.axis == "ep" for group in groups) else old
     if degree == old and not len(tokens_by_expert):
         return replace(state, layout=replace(state.layout, ep=degree))
-    if not recorded and not _expert_products(state).any() and not (state.work.mark & FIRST_EXPERT).any():
+    if not recorded and not expert_products(state).any() and not (state.work.mark & FIRST_EXPERT).any():
         raise UsageError(
             "the trace has no expert-parallel group to change and no grouped products of experts; record the job with "
             "ep > 1, or with record_shapes=True"
@@ -72,7 +72,7 @@ def _check(state: State, old: int, new: int, tokens_by_expert: Sequence[float]) 
     experts = len(tokens_by_expert)
     if new < 1 or (experts and experts % new):
         raise UsageError(f"ep={new} does not divide {experts} experts")
-    local = {round(shape.batch) for shape, grouped in zip(state.work.shape, _expert_products(state), strict=True)
+    local = {round(shape.batch) for shape, grouped in zip(state.work.shape, expert_products(state), strict=True)
              if grouped and shape is not None}  # fmt: skip
     for count in local:
         if count * old % new:
@@ -111,7 +111,7 @@ def _noted(state: State, before: State, after: Imbalance, tokens_by_expert: Sequ
     return replace(out, error=float(np.hypot(out.error, share * after.rel_error)))
 
 
-def _expert_products(state: State) -> BoolArray:
+def expert_products(state: State) -> BoolArray:
     """Products of several matrices each with rows of its own that are no attention: grouped by expert."""
     attends = attention_of(state)
     return np.array(
@@ -142,7 +142,7 @@ def _stretches(state: State) -> list[_Stretch]:
                     out.append(_Stretch(inside, int(anatomy.phase[first])))
         return out
     marked = (state.work.mark & (FIRST_EXPERT | LAST_EXPERT)) > 0
-    for run in by_place(state, marked if marked.any() else _expert_products(state)):
+    for run in by_place(state, marked if marked.any() else expert_products(state)):
         begins = run[(state.work.mark[run] & FIRST_EXPERT) > 0] if marked.any() else run[:1]
         ends = run[(state.work.mark[run] & LAST_EXPERT) > 0] if marked.any() else run[-1:]
         for first, last in zip(begins.tolist(), ends.tolist(), strict=False):
@@ -212,7 +212,7 @@ def _own_groups(state: State, new: int) -> State:
     stride = state.layout.tp * state.layout.cp
     matrices = {
         shape.batch * shape.columns * shape.depth
-        for shape, grouped in zip(state.work.shape, _expert_products(state), strict=True)
+        for shape, grouped in zip(state.work.shape, expert_products(state), strict=True)
         if grouped and shape is not None
     }
     wanted = {round(elements * width) for elements in matrices for width in (1, 2, 4)}

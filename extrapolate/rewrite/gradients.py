@@ -15,6 +15,7 @@ from scaletrace.extrapolate.anatomy import Anatomy
 from scaletrace.extrapolate.kernels import Work
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES, Layout
+from scaletrace.extrapolate.rewrite.insert import finished
 from scaletrace.extrapolate.rewrite.loom import Loom, Woven, reopen
 from scaletrace.extrapolate.rewrite.removal import pruned, without_nodes
 from scaletrace.extrapolate.rewrite.state import State, told
@@ -57,13 +58,10 @@ def with_gradients(state: State) -> State:
     products = [shape.element_bytes for shape in state.work.shape if shape is not None and shape.work is Work.MATMUL]
     width = max(set(products), key=products.count) if products else 4.0
     woven = woven_gradients(state.graph, state.anatomy, state.layout, width)
-    out = replace(
-        state,
-        graph=replace(woven.graph, multiplicity=state.graph.multiplicity),
-        anatomy=replace(state.anatomy.moved(woven.origin), exact_ns=woven.exact_ns, entry=woven.entry),
-        work=state.work.moved(woven.origin),
+    return told(
+        finished(state, woven),
+        "Gradients are reduced over data ranks by all-reduces that were inserted: the job has none.",
     )
-    return told(out, "Gradients are reduced over data ranks by all-reduces that were inserted: the job has none.")
 
 
 def without_gradients(state: State) -> State:

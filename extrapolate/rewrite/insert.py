@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from scaletrace.extrapolate.kernels import Ceilings, Shape, anchored
-from scaletrace.extrapolate.rewrite.loom import Loom, reopen
+from scaletrace.extrapolate.rewrite.loom import Loom, Woven, reopen
 from scaletrace.extrapolate.rewrite.removal import pruned, without_nodes
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
@@ -35,6 +35,28 @@ def neighbours(graph: Graph) -> tuple[Int32Array, Int32Array]:
     order = edges[np.lexsort((-dst[edges], graph.pred[edges]))]
     behind[graph.pred[order]] = dst[order]
     return before, behind
+
+
+def finished(state: State, woven: Woven, places: Sequence[tuple[int, int, int]] = ()) -> State:
+    """The state of a finished loom that was opened on it; new nodes belong to nothing.
+
+    places: (phase, unit, micro batch) that new nodes belong to; which one, their event says for as long as the graph is
+    open.
+    """
+    graph, anatomy = woven.graph, replace(state.anatomy.moved(woven.origin), exact_ns=woven.exact_ns, entry=woven.entry)
+    new = woven.origin < 0
+    at = np.flatnonzero(new & (graph.event >= 0))
+    if len(at):
+        phase, unit, batch = anatomy.phase.copy(), anatomy.unit.copy(), anatomy.micro_batch.copy()
+        phase[at], unit[at], batch[at] = np.array(places)[graph.event[at]].T
+        anatomy = replace(anatomy, phase=phase, unit=unit, micro_batch=batch)
+    event = np.where(new, -1, graph.event).astype(np.int32)
+    return replace(
+        state,
+        graph=replace(graph, event=event, multiplicity=state.graph.multiplicity),
+        anatomy=anatomy,
+        work=state.work.moved(woven.origin),
+    )
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ from scaletrace.parse.graph import (
 FloatArray = npt.NDArray[np.float64]
 NODE_COLUMNS = ("dur_ns", "release_ns", "kind", "rank", "lane", "name", "step", "event", "instance", "blocks", "layer")
 DEFAULTS = {"dur_ns": 0, "release_ns": NO_RELEASE, "blocks": 0}
+HUB_FROM = 3
+"""Members from which all of a collective meet through one hub instead of an edge for each pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,20 @@ class Loom:
     def edge(self, src: int, dst: int, kind: EdgeKind, lag_ns: int = 0) -> None:
         """Add one edge of this rewrite."""
         self.edges.append(np.array([[src, dst, lag_ns, int(kind), int(EdgeSource.REWRITE)]], np.int64))
+
+    def meet(self, arrived: Sequence[int], moved: Sequence[int], step: int) -> None:
+        """Let each TRANSFER of a collective wait for the ARRIVE of all members."""
+        if len(arrived) >= HUB_FROM:
+            hub = self.node(NodeKind.RENDEZVOUS, name=self.name("rendezvous"), step=step)
+            for node in arrived:
+                self.edge(node, hub, EdgeKind.RENDEZVOUS)
+            for node in moved:
+                self.edge(hub, node, EdgeKind.RENDEZVOUS)
+            return
+        for own, transfer in zip(arrived, moved, strict=True):
+            for other in arrived:
+                if other != own:
+                    self.edge(other, transfer, EdgeKind.RENDEZVOUS)
 
     def finish(self) -> Woven:
         """The graph in topological order. Raises UsageError where the new order waits for itself."""

@@ -72,11 +72,16 @@ Sides = dict[Action, _Side]
 
 
 def pipeline_group(loom: Loom, ranks: int, columns: int) -> int:
-    """Index of the pipeline's group of `ranks`, -1 for one rank; the measured one keeps how far apart its ranks lie."""
-    for index, group in enumerate(loom.groups):
-        if group.axis == "pp":
-            loom.groups[index] = replace(group, size=ranks, stride=group.stride if group.stride > 0 else columns)
-            return index
+    """Index of the pipeline's group of `ranks`, -1 for one rank; the measured one keeps how far apart its ranks lie.
+
+    A group of the stages that share an embedding is no such group (tied).
+    """
+    known = [at for at, group in enumerate(loom.groups) if group.axis == "pp"]
+    whole = [at for at in known if "embedding" not in loom.groups[at].description.lower()]
+    if whole:
+        group = loom.groups[whole[0]]
+        loom.groups[whole[0]] = replace(group, size=ranks, stride=group.stride if group.stride > 0 else columns)
+        return whole[0]
     if ranks == 1:
         return -1
     loom.groups.append(GraphGroup("pp", ranks, columns, 1, "pp"))

@@ -19,6 +19,7 @@ from scaletrace.extrapolate.described.stages import layers_by_chunk
 from scaletrace.extrapolate.draft import Draft
 from scaletrace.extrapolate.layers import Phase
 from scaletrace.extrapolate.layout import DATA_AXES
+from scaletrace.extrapolate.rewrite.fetches import fetches
 from scaletrace.extrapolate.rewrite.loom import FloatArray, Loom, Woven
 from scaletrace.extrapolate.rewrite.messages import MessageTime, Run, add_messages, pipeline_group
 from scaletrace.extrapolate.rewrite.schedules import Action, Op, Program, message_of
@@ -175,35 +176,28 @@ def cut(
     size = message_bytes or anatomy.boundary_bytes
     if program.ranks > 1 and not size:
         health.guessed["messages whose size no shape tells"] += 1
-    fetching, reshards = _fetching(graph, measured, piece)
-    plan = _Plan(program, stages, model, anatomy, recompute, fetching, reshards)
-    rows: list[list[Copy]] = []
-    plans: list[list[Run]] = []
-    for home in range(program.ranks):
-        for column, members in enumerate(columns):
-            new = home * len(columns) + column
-            row, runs = _sequence(pieces, plan, members, home, new)
-            rows.append(row)
-            plans.append(runs)
-    loom = weave(graph, piece, rows, anatomy.exact_ns, anatomy.entry)
+    plan = _Plan(program, stages, model, anatomy, recompute, *_fetching(graph, measured, piece))
+    laid = [
+        _sequence(pieces, plan, members, home, home * len(columns) + column)
+        for home in range(program.ranks)
+        for column, members in enumerate(columns)
+    ]
+    rows, plans = [row for row, _ in laid], [runs for _, runs in laid]
+    copies = [copy for row in rows for copy in row]
     starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
-    _issue_behind(loom, [copy for row in rows for copy in row])
+    loom = weave(graph, piece, rows, anatomy.exact_ns, anatomy.entry)
+    _issue_behind(loom, copies)
     held = {rank: sorted({key[3] for key in pieces if key[0] == rank and key[3] >= 0}) for rank in ranks}
     _scale_ends(loom, plan, measured, rows, held, graph.rank)
-    again = np.array([copy.team >= program.ranks * (len(model) + 1) for row in rows for copy in row], np.bool_)
+    again = np.array([copy.team >= plan.beyond for copy in copies], np.bool_)
     _split_backwards(loom, plans, starts, again, health)
     group = pipeline_group(loom, program.ranks, len(columns))
     add_messages(loom, program, plans, starts, len(columns), group, size, message_ns)
     if loom.dropped:
         health.dropped["dependencies between layers on different stages"] += loom.dropped
     woven = loom.finish()
-    count = _counts(graph, ranks, program.ranks, columns)
-    return Cut(
-        replace(woven.graph, multiplicity=count),
-        _moved(anatomy, woven, plans, starts, [copy for row in rows for copy in row], program.ranks * (len(model) + 1)),
-        woven.origin,
-        health,
-    )
+    made = replace(woven.graph, multiplicity=_counts(graph, ranks, program.ranks, columns))
+    return Cut(made, _moved(anatomy, woven, plans, starts, copies, plan.beyond), woven.origin, health)
 
 
 def _counts(graph: Graph, ranks: Sequence[int], stages: int, columns: Sequence[Sequence[int]]) -> Int32Array:
@@ -333,6 +327,7 @@ class _Sequence:
         self.pieces, self.plan, self.home, self.new = pieces, plan, home, new
         self.where = {(key[3], key[1]): key[0] for key in pieces if key[0] in members and key[3] >= 0}
         self.source = members[home * len(members) // plan.program.ranks]
+        self.fetched = fetches(plan.program, home, plan.reshards).passes if plan.fetching else set()
         self.row: list[Copy] = []
         self.runs: list[Run] = []
 
@@ -341,7 +336,6 @@ class _Sequence:
         actions = self.plan.program.actions[self.home]
         done: Counter[int] = Counter()
         left = Counter(action.stage for action in actions if action.op is not Op.FORWARD)
-        gathered: set[int] = set()
         self._add((self.source, step, int(Phase.OTHER), -1, -1), self.home)
         for action in actions:
             begin = len(self.row)
@@ -349,11 +343,7 @@ class _Sequence:
                 # Backward passes may run in another order, and it is the last of them that reduces gradients.
                 place = action.micro_batch if action.op is Op.FORWARD else done[action.stage]
                 done[action.stage] += action.op is not Op.FORWARD
-                self._pass(step, action, place, action.stage not in gathered)
-                if action.op is Op.FORWARD and self.plan.reshards:
-                    gathered.discard(action.stage)
-                else:
-                    gathered.add(action.stage)
+                self._pass(step, action, place, action in self.fetched)
             self.runs.append(Run(step, action, begin, len(self.row)))
             left[action.stage] -= action.op is not Op.FORWARD
             if action.op is not Op.FORWARD and not left[action.stage]:
@@ -362,8 +352,8 @@ class _Sequence:
                     self._add((rank, step, int(Phase.OPTIMIZER), self.plan.model[unit], -1), team, -1, unit)
         self._add((self.source, step, int(Phase.OPTIMIZER), -1, -1), self.home)
 
-    def _pass(self, step: int, action: Action, place: int, fetches: bool) -> None:
-        """One forward or backward of a stage, the `place`-th of its kind; fetches: its parameters are to be gathered."""
+    def _pass(self, step: int, action: Action, place: int, fetched: bool) -> None:
+        """One forward or backward of a stage, the `place`-th of its kind; fetched: its parameters are to be gathered."""
         plan, units, forward = self.plan, self.plan.stages.units[action.stage], action.op is Op.FORWARD
         measured = max(1, plan.anatomy.micro_batches)
         batch = template(place, plan.program.micro_batches, measured)
@@ -378,7 +368,7 @@ class _Sequence:
                 self._add(again, team + plan.beyond, action.micro_batch, unit)
             phase = int(Phase.FORWARD if forward else Phase.BACKWARD)
             taken = batch
-            if fetches and plan.fetching and self.pieces.get((rank, step, phase, old, batch)) not in plan.fetching:
+            if fetched and self.pieces.get((rank, step, phase, old, batch)) not in plan.fetching:
                 # A recorded pass that needed no gather can't stand for one that does.
                 near = sorted(range(measured), key=lambda other: abs(other - batch))
                 fit = (other for other in near if self.pieces.get((rank, step, phase, old, other)) in plan.fetching)

@@ -24,14 +24,13 @@ from scaletrace.extrapolate.rewrite.bucket_plan import (
     passes_of,
 )
 from scaletrace.extrapolate.rewrite.buckets import measured_caps
+from scaletrace.extrapolate.rewrite.insert import finished
 from scaletrace.extrapolate.rewrite.loom import Loom, reopen
 from scaletrace.extrapolate.rewrite.removal import orphans, without_nodes
 from scaletrace.extrapolate.rewrite.state import State, cost_s, told
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 
-HUB_FROM = 3
-"""Members from which all meet through one hub instead of an edge for each pair."""
 EXACT = "Gradient buckets are those that DDP makes of each stage's weights."
 SHARED = "gradient buckets cut at the borders of stages by the share of weights"
 CAPS = "bucket size of DDP, of which several would make the recorded buckets"
@@ -166,7 +165,7 @@ class _Sketch:
                 arrived.append(arrive[0])
                 moved.append(transfer)
                 ready[new.stage] = max(ready.get(new.stage, -1), arrive[1])
-            self._meet(run, arrived, moved)
+            self.loom.meet(arrived, moved, run.step)
             for rank, transfer in zip(run.ranks, moved, strict=True):
                 self._await(run, new, rank, transfer, ready[new.stage])
 
@@ -286,19 +285,6 @@ class _Sketch:
                 out.append(e)
         return out
 
-    def _meet(self, run: Pass, arrived: Sequence[int], moved: Sequence[int]) -> None:
-        if len(arrived) >= HUB_FROM:
-            hub = self.loom.node(NodeKind.RENDEZVOUS, name=self.loom.name("rendezvous"), step=run.step)
-            for node in arrived:
-                self.loom.edge(node, hub, EdgeKind.RENDEZVOUS)
-            for node in moved:
-                self.loom.edge(hub, node, EdgeKind.RENDEZVOUS)
-            return
-        for own, transfer in zip(arrived, moved, strict=True):
-            for other in arrived:
-                if other != own:
-                    self.loom.edge(other, transfer, EdgeKind.RENDEZVOUS)
-
     def finish(self, runs: Sequence[Pass]) -> State:
         """The state without the recorded buckets and the stalls that held up nothing else."""
         state, graph = self.state, self.graph
@@ -307,22 +293,8 @@ class _Sketch:
         gone |= _late(graph, np.flatnonzero(gone))
         gone |= orphans(graph, gone)
         woven = self.loom.finish()
-        origin, fresh = woven.origin, np.flatnonzero(woven.origin < 0)
-        marked = fresh[woven.graph.event[fresh] >= 0]
-        places = np.array(self.places)[woven.graph.event[marked]]
-        event = woven.graph.event.copy()
-        event[fresh] = -1
-        moved = state.anatomy.moved(origin)
-        unit, batch, phase = moved.unit.copy(), moved.micro_batch.copy(), moved.phase.copy()
-        unit[marked], batch[marked], phase[marked] = places[:, 0], places[:, 1], int(Phase.BACKWARD)
-        out = replace(
-            state,
-            graph=replace(woven.graph, event=event, multiplicity=graph.multiplicity),
-            anatomy=replace(
-                moved, unit=unit, micro_batch=batch, phase=phase, exact_ns=woven.exact_ns, entry=woven.entry
-            ),
-            work=state.work.moved(origin),
-        )
+        places = [(int(Phase.BACKWARD), unit, batch) for unit, batch in self.places]
+        origin, out = woven.origin, finished(state, woven, places)
         out = without_nodes(out, np.asarray((origin >= 0) & gone[origin], np.bool_))
         if self.early:
             out = told(out)

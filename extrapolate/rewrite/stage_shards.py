@@ -16,9 +16,9 @@ from scaletrace.extrapolate.rewrite.buckets import is_gradient
 from scaletrace.extrapolate.rewrite.data import sharded_elements
 from scaletrace.extrapolate.rewrite.fetches import fetches
 from scaletrace.extrapolate.rewrite.removal import without_collectives
-from scaletrace.extrapolate.rewrite.schedules import Op, Program, actions_of
+from scaletrace.extrapolate.rewrite.schedules import Op, Program, build
 from scaletrace.extrapolate.rewrite.state import State, axis_of_item, told, whole_bytes
-from scaletrace.parse.events import BoolArray, ByteArray, Int32Array
+from scaletrace.parse.events import BoolArray, ByteArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, NodeKind
 
 
@@ -34,29 +34,26 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]], reco
     anatomy = state.anatomy
     forward = anatomy.phase == int(Phase.FORWARD)
     backward = anatomy.phase == int(Phase.BACKWARD)
-    reshards = bool((gathers & backward).any())
-    stage_of = np.full(len(anatomy.units) + 1, -1, np.int64)
-    for number, units in enumerate(stages):
-        stage_of[list(units)] = number
-    stage = stage_of[anatomy.unit]
+    reshards = _resharded(state, gathers, backward)
+    stage = _stage_of(state, stages)[anatomy.unit]
     drop = np.zeros(len(state.graph), np.bool_)
     lost: list[int] = []
-    done = [fetches(program, rank, reshards) for rank in range(program.ranks)]
-    for number in range(program.stages):
-        fetched = done[program.rank_of_stage[number]]
-        row = [a for a in program.actions[program.rank_of_stage[number]] if a.stage == number and a.op is not Op.WEIGHT]
-        mine = stage == number
-        for action in row:
-            here = (
-                mine & (anatomy.micro_batch == action.micro_batch) & (forward if action.op is Op.FORWARD else backward)
-            )
-            if action not in fetched.passes:
-                drop |= here & gathers
-        last = row[-1].micro_batch if row else -1
-        if number not in fetched.finds:
-            lost.append(number)
-            drop |= mine & (scatters | replicas)
-        drop |= mine & backward & (scatters | replicas) & (anatomy.micro_batch != last)
+    for rank in range(program.ranks):
+        for resharded in np.unique(reshards).tolist():
+            fetched = fetches(program, rank, resharded)
+            of_kind = reshards == resharded
+            for number in (number for number in range(program.stages) if program.rank_of_stage[number] == rank):
+                mine = of_kind & (stage == number)
+                row = [a for a in program.actions[rank] if a.stage == number and a.op is not Op.WEIGHT]
+                for action in row:
+                    if action not in fetched.passes:
+                        here = mine & (forward if action.op is Op.FORWARD else backward)
+                        drop |= here & gathers & (anatomy.micro_batch == action.micro_batch)
+                if number not in fetched.finds and (mine & (scatters | replicas)).any():
+                    lost.append(number)
+                    drop |= mine & (scatters | replicas)
+                last = row[-1].micro_batch if row else -1
+                drop |= mine & backward & (scatters | replicas) & (anatomy.micro_batch != last)
     # What is scattered for no unit that is known is each recorded rank's once.
     homes = [
         home
@@ -69,6 +66,38 @@ def staged(state: State, program: Program, stages: Sequence[Sequence[int]], reco
         return state
     out = told(without_collectives(state, drop), "Stages gather parameters and reduce gradients as PyTorch's do.")
     return told(out, _unscattered(program.schedule, lost)) if lost else out
+
+
+def _stage_of(state: State, stages: Sequence[Sequence[int]]) -> IntArray:
+    """Stage of each unit, int64[units + 1]; -1 for none, which comes last."""
+    out = np.full(len(state.anatomy.units) + 1, -1, np.int64)
+    for number, units in enumerate(stages):
+        out[list(units)] = number
+    return out
+
+
+def _resharded(state: State, gathers: BoolArray, backward: BoolArray) -> BoolArray:
+    """Whether forward gives the weights away that a node gathers, or those of its unit, bool[n]: where others are gathered
+    in backward passes and these are not, they are a root's, which FSDP keeps."""
+    graph = state.graph
+
+    def sizes(where: BoolArray) -> dict[tuple[int, int], list[int]]:
+        out: dict[tuple[int, int], list[int]] = {}
+        for at in np.unique(graph.instance[where & gathers]).tolist():
+            item = graph.collectives[at]
+            ranks = graph.groups[item.group].size
+            out.setdefault((ranks, whole_bytes(item, ranks)), []).append(at)
+        return out
+
+    again = sizes(backward)
+    once = {key: found for key, found in sizes(~backward).items() if key not in again}
+    kept = np.zeros(len(state.anatomy.units) + 1, np.bool_)
+    for unit, weights in enumerate(state.work.weights):
+        elements = {ranks: sharded_elements([weight.dims for weight in weights], ranks) for ranks, _ in once}
+        kept[unit] = any(whole in (elements[ranks] * width for width in (1, 2, 4)) for ranks, whole in once)
+    of_node = kept[state.anatomy.unit]
+    of_node[gathers] = np.isin(graph.instance[gathers], [at for found in once.values() for at in found])
+    return np.asarray(~of_node & bool(again), np.bool_)
 
 
 def _unscattered(schedule: str, stages: Sequence[int]) -> str:
@@ -98,9 +127,7 @@ def _held(state: State, rank: int) -> list[int]:
 
 def _fetched(state: State, stages: Sequence[Sequence[int]], held: Mapping[int, list[int]]) -> State:
     graph, anatomy = state.graph, state.anatomy
-    stage_of = np.full(len(anatomy.units) + 1, -1, np.int64)
-    for number, units in enumerate(stages):
-        stage_of[list(units)] = number
+    stage_of = _stage_of(state, stages)
     gathers = _of_kind(state, "all_gather") & (anatomy.unit >= 0)
     moved: dict[tuple[int, int], tuple[int, int]] = {}
     for (rank, _, phase), nodes in _passing(state, gathers).items():
@@ -145,15 +172,11 @@ def _needed(state: State, rank: int, forward: bool, reshards: bool) -> list[int]
         return []
     if layout.pp == 1:
         return list(range(layout.microbatches))
+    program = build(layout.pipeline_schedule, layout.pp, layout.microbatches, 1)
     home = layout.coordinates(rank)["pp"]
-    out, gathered = [], False
-    for action in actions_of(layout.pipeline_schedule, layout.pp, layout.microbatches, 1, home):
-        if action.op is Op.WEIGHT:
-            continue
-        if not gathered and (action.op is Op.FORWARD) == forward:
-            out.append(action.micro_batch)
-        gathered = not reshards or action.op is not Op.FORWARD
-    return out
+    passes = fetches(program, home, reshards).passes
+    of_phase = [action for action in program.actions[home] if (action.op is Op.FORWARD) == forward]
+    return [action.micro_batch for action in of_phase if action in passes]
 
 
 def _cycles(state: State, nodes: Sequence[int], order: Sequence[int]) -> list[dict[int, int]]:

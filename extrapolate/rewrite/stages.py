@@ -11,9 +11,11 @@ from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.rewrite.messages import MessageTime, Streamed
 from scaletrace.extrapolate.rewrite.pp import cut, split_units
 from scaletrace.extrapolate.rewrite.schedules import Program, build
+from scaletrace.extrapolate.rewrite.split_shards import split_shards
 from scaletrace.extrapolate.rewrite.stage_buckets import staged_buckets
 from scaletrace.extrapolate.rewrite.stage_shards import at_home, staged
 from scaletrace.extrapolate.rewrite.state import QUICK, State, message_ns, told
+from scaletrace.extrapolate.rewrite.tied import tied, untied
 from scaletrace.extrapolate.rewrite.uncut import relaid
 from scaletrace.extrapolate.steps import step_times_ns
 from scaletrace.parse.graph import Graph
@@ -52,8 +54,9 @@ def _cut(source: State, program: Program, layout: Layout, counts: Sequence[int])
     each = [sum(source.anatomy.is_layer[unit] for unit in stage) for stage in units]
     if len(set(each)) > 1 and not counts:
         source = told(source, f"The stages hold {', '.join(map(str, each))} layers: {sum(each)} don't divide.")
-    ready = staged_buckets(at_home(source, units), units)
-    return staged(laid(ready, program, counts=counts), program, units, recorded)
+    source, shared = untied(source)
+    ready = staged_buckets(at_home(split_shards(source, units), units), units)
+    return tied(staged(laid(ready, program, counts=counts), program, units, recorded), program, shared)
 
 
 def same_pipeline(one: Layout, other: Layout) -> bool:

@@ -119,13 +119,15 @@ def _carried(old: State, state: State, source: Source) -> State:
 
 
 def _exact(old: State, state: State, source: Source, items: Sequence[GraphCollective], groups: Groups) -> Floats:
-    """Unrounded durations: each node by the ratio of its first copy, transfers without one by that of their costs."""
+    """Unrounded durations: each node by the ratio of its first copy, transfers without one, or of which that moves but a
+    part, by that of their costs."""
     made, place = source.made, source.place
     before, after = made.anatomy.exact_ns, state.anatomy.exact_ns
     exact = old.anatomy.exact_ns.copy()
     copies = np.flatnonzero(place >= 0)[::-1]
     first = np.full(len(exact), -1, np.int64)
     first[place[copies]] = copies
+    first[_divided(old.graph, made.graph, first)] = -1
     changed = np.flatnonzero((first >= 0) & (before[np.maximum(first, 0)] != after[np.maximum(first, 0)]))
     was, now = before[first[changed]], after[first[changed]]
     exact[changed] = np.where(was > 0, exact[changed] * now / np.where(was > 0, was, 1.0), now)
@@ -137,6 +139,13 @@ def _exact(old: State, state: State, source: Source, items: Sequence[GraphCollec
         factor[number] = cost_s(state.network, items[at], groups) / one if one > 0 else 1.0
     exact[nodes] = longer(old.anatomy, nodes, factor)
     return exact
+
+
+def _divided(old: Graph, made: Graph, first: IntArray) -> IntArray:
+    """Transfers of the source whose first copy moves but a part of what they do."""
+    nodes = np.flatnonzero((first >= 0) & (old.kind == int(NodeKind.TRANSFER)) & (old.instance >= 0))
+    pairs = zip(old.instance[nodes].tolist(), made.instance[first[nodes]].tolist(), strict=True)
+    return nodes[[old.collectives[at] != made.collectives[copy] for at, copy in pairs]]
 
 
 def _items(old: Graph, made: Graph, now: Graph, place: Int32Array) -> tuple[GraphCollective, ...]:

@@ -91,25 +91,42 @@ for _ in range(7):
 '''
 
 
-@pytest.fixture(scope="module")
-def record_stage(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    """record_stage(world, rank, schedule, ranks, chunks, m, layers) → what that rank of a pipeline records."""
-    folder = tmp_path_factory.mktemp("stages")
+def variant(job: str, *changes: tuple[str, str]) -> str:
+    """A job with some of its text changed."""
+    for old, new in changes:
+        assert old in job
+        job = job.replace(old, new)
+    return job
+
+
+def stage_recorder(folder: Path, job: str) -> Recorder:
+    """record(world, rank, *arguments of the job) → what that rank of a pipeline records; each is recorded once."""
     script = folder / "job.py"
-    script.write_text(PIPELINE_JOB)
+    script.write_text(job)
 
     def run(world: int, rank: int, *arguments: object) -> Job:
         target = folder / "_".join(str(part) for part in (world, rank, *arguments))
-        if target.exists():
-            return load(target)
-        command = [sys.executable, "-P", "-m", "scaletrace.cli", "collect", "--out", str(target), "--steps", "1",
-                   "--fake-world", str(world), "--rank", str(rank), "--", sys.executable, str(script),
-                   str(ROOT / "traces/jobs"), *map(str, arguments)]  # fmt: skip
-        outcome = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-        assert outcome.returncode == 0, outcome.stderr
+        if not target.exists():
+            recorded(target, world, script, ROOT / "traces/jobs", *arguments, rank=rank)
         return load(target)
 
     return run
+
+
+def recorded(target: Path, world: int, script: Path, *arguments: object, rank: int = 0) -> Job:
+    """What a rank of a fake world records of a job's last steps, left in a folder."""
+    command = [sys.executable, "-P", "-m", "scaletrace.cli", "collect", "--out", str(target), "--steps", "1",
+               "--fake-world", str(world), "--rank", str(rank), "--", sys.executable, "-P", str(script),
+               *map(str, arguments)]  # fmt: skip
+    outcome = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    assert outcome.returncode == 0, outcome.stderr
+    return load(target)
+
+
+@pytest.fixture(scope="module")
+def record_stage(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    """record_stage(world, rank, schedule, ranks, chunks, m, layers) → what that rank of a pipeline records."""
+    return stage_recorder(tmp_path_factory.mktemp("stages"), PIPELINE_JOB)
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +137,9 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
 
     def run(world: int, *arguments: str) -> Job:
         if (world, arguments) not in done:
-            target = folder / f"{world}_{len(done)}"
-            command = [sys.executable, "-P", "-m", "scaletrace.cli", "collect", "--out", str(target), "--steps", "1",
-                       "--fake-world", str(world), "--", sys.executable, "-P", str(ROOT / "traces/jobs/transformer.py"),
-                       "--steps", "7", "--layers", "3", *arguments]  # fmt: skip
-            outcome = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-            assert outcome.returncode == 0, outcome.stderr
-            done[world, arguments] = load(target)
+            sizes = "--steps", "7", "--layers", "3"
+            script = ROOT / "traces/jobs/transformer.py"
+            done[world, arguments] = recorded(folder / f"{world}_{len(done)}", world, script, *sizes, *arguments)
         return done[world, arguments]
 
     return run

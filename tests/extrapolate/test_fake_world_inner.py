@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,7 @@ from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.cp import spread_context
 from scaletrace.parse.job import Job
-from scaletrace.parse.load import load
-from tests.extrapolate.test_fake_world import ROOT, Structure, issued, state_of, structure
+from tests.extrapolate.test_fake_world import ROOT, Structure, issued, recorded, state_of, structure
 
 JOBS = ROOT / "tests/extrapolate/jobs"
 SEQUENCE, BATCH = 64, 4
@@ -31,12 +28,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
     def run(world: int, script: Path, *arguments: object) -> Job:
         key = (world, script, *arguments)
         if key not in done:
-            target = folder / f"{world}_{len(done)}"
-            command = [sys.executable, "-P", "-m", "scaletrace.cli", "collect", "--out", str(target), "--steps", "1",
-                       "--fake-world", str(world), "--", sys.executable, "-P", str(script), *map(str, arguments)]  # fmt: skip
-            outcome = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-            assert outcome.returncode == 0, outcome.stderr
-            done[key] = load(target)
+            done[key] = recorded(folder / f"{world}_{len(done)}", world, script, *arguments)
         return done[key]
 
     return run

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -13,49 +11,27 @@ from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.state import State
 from scaletrace.parse.graph import NodeKind
-from scaletrace.parse.job import Job
-from scaletrace.parse.load import load
 from tests.extrapolate import test_fake_world as fake
 
 record = fake.record
 WIDTH = 256
 Call = tuple[str, int, int]
 
-JOB = fake.PIPELINE_JOB.replace(
-    "from torch.distributed.pipelining import PipelineStage\n",
-    "from torch.distributed.pipelining import PipelineStage\nfrom transformer import split_tensors\n",
-)
-for old, new in (
-    ("name, ranks, chunks, m, layers = sys.argv[2], *map(int, sys.argv[3:])",
-     "name, ranks, chunks, m, layers, tp = sys.argv[2], *map(int, sys.argv[3:])"),
+JOB = fake.variant(
+    fake.PIPELINE_JOB,
+    ("pipelining import PipelineStage\n", "pipelining import PipelineStage\nfrom transformer import split_tensors\n"),
+    ("name, ranks, chunks, m, layers = ", "name, ranks, chunks, m, layers, tp = "),
     ('(ranks, world // ranks), mesh_dim_names=("pp", "dp_shard"))',
      '(ranks, world // ranks // tp, tp), mesh_dim_names=("pp", "dp_shard", "tp"))'),
     ("shape = Shape(layers=layers, batch=m)", f"shape = Shape(layers=layers, batch=m, width={WIDTH})"),
     ("    if world > ranks:\n", "    split_tensors(model, mesh['tp'])\n    if world > ranks * tp:\n"),
-):  # fmt: skip
-    assert old in JOB
-    JOB = JOB.replace(old, new)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def record_stage(tmp_path_factory: pytest.TempPathFactory) -> fake.Recorder:
     """record_stage(world, rank, schedule, ranks, chunks, m, layers, tp) → what that rank records."""
-    folder = tmp_path_factory.mktemp("tensor_stages")
-    script = folder / "job.py"
-    script.write_text(JOB)
-
-    def run(world: int, rank: int, *arguments: object) -> Job:
-        target = folder / "_".join(str(part) for part in (world, rank, *arguments))
-        if target.exists():
-            return load(target)
-        command = [sys.executable, "-P", "-m", "scaletrace.cli", "collect", "--out", str(target), "--steps", "1",
-                   "--fake-world", str(world), "--rank", str(rank), "--", sys.executable, str(script),
-                   str(fake.ROOT / "traces/jobs"), *map(str, arguments)]  # fmt: skip
-        outcome = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-        assert outcome.returncode == 0, outcome.stderr
-        return load(target)
-
-    return run
+    return fake.stage_recorder(tmp_path_factory.mktemp("tensor_stages"), JOB)
 
 
 def made(state: State, home: int) -> fake.Structure:

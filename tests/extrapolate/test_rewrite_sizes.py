@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,40 @@ def test_matrices_grow_with_the_square_of_the_width_and_the_rest_in_proportion(s
     new = sum(weight.elements for unit in made.work.weights for weight in unit)
     assert {round(4096 * new / old)} == sizes(made, "dp")
     assert 2 * WIDTH == measured_width(made) == made.layout.hidden
+
+
+def with_router(state: State, weights: list[tuple[int, ...]], products: list[Shape]) -> State:
+    """The state with other weights in its layers, and with these products in turn in place of their own."""
+    unit = tuple(Weight(dims, Role.WHOLE) for dims in weights)
+    layers = tuple(unit if is_layer else () for is_layer in state.anatomy.is_layer)
+    turn = cycle(products)
+    shapes = [None if shape is None else next(turn) for shape in state.work.shape]
+    return replace(state, work=replace(state.work, weights=layers, shape=tuple(shapes)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "products", "wider"),
+    [
+        ([(8, WIDTH), (8,), (WIDTH, WIDTH)], [Shape(Work.MATMUL, 64, WIDTH, WIDTH, 8)], [(8, 2 * WIDTH), (8,), (2 * WIDTH, 2 * WIDTH)]),
+        ([(4, WIDTH), *[(512, WIDTH), (WIDTH, 512)] * 4], [], [(4, 2 * WIDTH), *[(1024, 2 * WIDTH), (2 * WIDTH, 1024)] * 4]),
+        ([(2, WIDTH), *[(512, WIDTH)] * 3], [], [(4, 2 * WIDTH), *[(1024, 2 * WIDTH)] * 3]),
+    ],
+    ids=["grouped", "one by one", "two rows and three matrices"],
+)  # fmt: skip
+def test_routers_keep_their_columns(
+    stateful: Stateful, weights: list[tuple[int, ...]], products: list[Shape], wider: list[tuple[int, ...]]
+) -> None:
+    """Twice the width: a router has as many columns as there are experts, told by grouped or by equal products."""
+    experts = weights[0][0]
+    gate = Shape(Work.MATMUL, 1_000_000, experts, WIDTH)
+    chosen = Shape(Work.ELEMENTWISE, 1_000_000, experts)
+    state = with_router(stateful(4, 1, **BIG), weights, [gate, chosen, *products])
+    made = resize_hidden(replace(state, ceilings=Ceilings(1e12, 1e15)), 2 * WIDTH)
+
+    for unit, is_layer in zip(made.work.weights, made.anatomy.is_layer, strict=True):
+        assert not is_layer or wider == [weight.dims for weight in unit]
+    rows = wider[0][0]
+    assert {(rows, 2 * WIDTH), (rows, 1)} <= {(s.columns, s.depth) for s in made.work.shape if s is not None}
 
 
 def test_activations_of_tensor_and_pipeline_ranks_grow_with_the_width(stateful: Stateful) -> None:

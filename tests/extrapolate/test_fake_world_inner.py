@@ -105,6 +105,15 @@ def test_experts_inserted_into_a_job_that_holds_them_all_are_what_pytorch_issues
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [8, 64, 1024])
+def test_experts_on_one_rank_exchange_nothing(record: Recorder, world: int) -> None:
+    """From four expert ranks to none: gradients of experts join all others over all ranks, in PyTorch's order."""
+    state = state_of(record(8, JOBS / "experts.py", 4, EXPERTS, 0, 2), Layout(dp=8, ep=4, mbs=1, seq=256), **AXES)
+
+    assert issued(record(world, JOBS / "experts.py", 1, EXPERTS, 0, 2)) == structure(relayout(state, Layout(dp=world)))
+
+
+@pytest.mark.slow
 def test_experts_move_in_with_each_other_and_out_again(record: Recorder) -> None:
     """Four expert ranks to none and back to eight: exchanges of tokens as PyTorch issues them, gradients over all."""
     state = state_of(record(8, JOBS / "experts.py", 4, EXPERTS, 0, 2), Layout(dp=8, ep=4, mbs=1, seq=256), **AXES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from scaletrace.cli.reading import read_job, reads_captures
 
 if TYPE_CHECKING:
     from scaletrace.extrapolate.cluster import Cluster
+    from scaletrace.extrapolate.confirm import Ranking
     from scaletrace.extrapolate.energy import Prices
     from scaletrace.extrapolate.estimate import Fit, Network
     from scaletrace.extrapolate.layout import Layout
@@ -81,7 +83,8 @@ def search(
             advance(0, 0, "replaying the best")
             lost = slowdown_of(job.built, state) if job.built is not None and state is not None else None
             ranking = ranked(found, state, confirm, own, DESCRIBED if job.built is None else None, advance, lost)
-        answer = _answer(path, job, space, found.to_json_parts() | ranking.to_json_parts(), bool(batch), prices)
+        parts = found.to_json_parts() | ranking.to_json_parts() | {"go_on": _go_on(path, job, space, ranking)}
+        answer = _answer(path, job, space, parts, bool(batch), prices)
         if json_:
             print_json(answer)
         elif quiet:
@@ -123,6 +126,17 @@ def _found(
     return found, state, own
 
 
+def _go_on(path: str, job: _Job, space: Space, ranking: Ranking) -> str | None:
+    """The command that stretches the capture to the best layout; None where `extrapolate` does not make it."""
+    first = ranking.rows[0]
+    layout, measured = first.estimate.layout, job.measured
+    if measured is None or first.replayed_s is None or layout.zero != measured.zero:
+        return None
+    if (layout.fsdp > 1) != (measured.fsdp > 1):
+        return None  # it neither shards nor gathers what was not sharded
+    return f"scaletrace extrapolate {shlex.quote(path)} --gpus {space.gpus} --layout {layout}"
+
+
 def _answer(
     path: str, job: _Job, space: Space, parts: dict[str, Any], given: bool, prices: Prices | None
 ) -> dict[str, Any]:
@@ -151,7 +165,7 @@ def _yield(job: _Job, space: Space, row: dict[str, Any], prices: Prices | None) 
     from scaletrace.extrapolate.energy import money_per_million_tokens
 
     device = job.machine.device
-    step_s = row["rewritten_step_time_s"] or row["step_time_s"]
+    step_s = row["best_known_step_time_s"]
     rate = space.batch * space.seq / space.gpus / step_s
     out: dict[str, Any] = {"tokens_per_s_per_gpu": rate, "mfu": None, "money_per_million_tokens": None}
     flop = job.sample_flop

@@ -1,7 +1,7 @@
 """Turns the best estimates of a search into an order by replay: the measured graph is rewritten for each and replayed.
 
-The replays also say how far off the estimates are. A layout that was not replayed is said to lose only where its
-estimate is behind by more than that.
+All are compared as replays: a layout that was not replayed by its estimate times what replays of layouts like it were
+times theirs, from the smallest to the largest such ratio, and not at all where no layout like it was replayed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from scaletrace.extrapolate.rewrite.state import State, open_state
 from scaletrace.extrapolate.search import Advance, Found, estimate_json, reasons, silent
 from scaletrace.parse.build import Built
 from scaletrace.parse.graph import Graph
+from scaletrace.replay.critical_path import critical_path
 from scaletrace.replay.engine import replay
 from scaletrace.replay.steps import step_time_s
 
@@ -38,13 +39,15 @@ SAME = 0.005
 SMALL_GRAPH = 200_000
 """Nodes up to which rewriting and replaying takes less than half a second a layout."""
 FEW, MORE = 3, 5
+NEAREST = 3
+"""So many replays, the most like a layout, say what its own would be beside its estimate."""
 MOST_NODES = 1_000_000
 """Nodes of a rewritten graph that take some seconds to make and replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBand:
-    """The replayed step over the estimate, smallest and largest, and how many layouts say so.
+    """The replayed step over the estimate: smallest and largest, and how many layouts say so.
 
     confirmed  0: not of this job, but what estimates of described jobs were off by against measured ones
     """
@@ -63,6 +66,7 @@ class Row:
     """A layout with its estimate and, where its graph was made, the replayed step with the kernels' error (one sigma).
 
     as_measured  the layout that the capture ran with, at another size with more data ranks
+    host         share of the replay's critical path that is the host's work
     """
 
     estimate: Estimate
@@ -70,16 +74,51 @@ class Row:
     error: float = 0.0
     why_not: str | None = None
     as_measured: bool = False
+    host: float | None = None
 
-    @property
-    def step_s(self) -> float:
-        """The best known step: replayed, else estimated."""
-        return self.estimate.step_s if self.replayed_s is None else self.replayed_s
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the replay of a layout would be by replays of layouts like it, seconds; middle_s: by their median."""
+
+    low_s: float
+    middle_s: float
+    high_s: float
+
+
+def kind_of(layout: Layout) -> tuple[object, ...]:
+    """What decides which terms a layout has at all: axes in use, how data ranks shard, whether it computes again."""
+    sharding = "fsdp" if layout.fsdp > 1 else "zero" if layout.zero else "replicas"
+    used = (layout.tp > 1, layout.pp > 1, layout.cp > 1, layout.ep > 1)
+    return (*used, sharding, layout.recompute == "full")
+
+
+def _unlike(one: Layout, other: Layout) -> tuple[int, float]:
+    """(in how many things two layouts are of another kind, how many doublings of degrees lie between them)."""
+    apart = sum(a != b for a, b in zip(kind_of(one), kind_of(other), strict=True))
+    sizes = ("dp", "fsdp", "tp", "pp", "cp", "ep", "mbs", "chunks")
+    return apart, sum(abs(float(np.log2(max(1, getattr(one, name)) / max(1, getattr(other, name))))) for name in sizes)
+
+
+def bounds(row: Row, rows: Sequence[Row]) -> Bounds | None:
+    """What a row's replay would be by the replayed ones of `rows` most like it; None where none is like it.
+
+    Alike are layouts of one kind, or of kinds that differ in one thing. A single one shows no scatter: then the bounds
+    reach to the estimate as it is.
+    """
+    near = sorted((*_unlike(row.estimate.layout, item.estimate.layout), item.replayed_s / item.estimate.step_s)
+                  for item in rows if item.replayed_s is not None)  # fmt: skip
+    ratios = [ratio for apart, _, ratio in near[:NEAREST] if apart <= 1]
+    if not ratios:
+        return None
+    ratios += [1.0] if len(ratios) == 1 else []
+    step_s = row.estimate.step_s
+    return Bounds(step_s * min(ratios), step_s * float(np.median(ratios)), step_s * max(ratios))
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Rows in their final order (replayed ones first, by replay; the others by estimate); band: None = not known."""
+    """Rows in their final order (the first replayed where any is); band: None = not known."""
 
     rows: tuple[Row, ...]
     band: ErrorBand | None
@@ -88,21 +127,44 @@ class Ranking:
     def by_replay(self) -> bool:
         return self.rows[0].replayed_s is not None
 
-    def behind(self, row: Row) -> float:
-        """How far a row is behind the first, by the best known step of each; below 0 for an estimate under a replay."""
-        first = self.rows[0]
-        behind = row.step_s / first.step_s - 1
-        return max(0.0, behind) if first.replayed_s is not None and row.replayed_s is not None else behind
+    def compared_by(self, row: Row) -> str | None:
+        """On what a row is compared with the first: replays, bounds of one, two estimates, None = not comparable."""
+        if not self.by_replay:
+            return "estimate"
+        if row.replayed_s is not None:
+            return "replay"
+        return "bounded estimate" if bounds(row, self.rows) else None
+
+    def step_s(self, row: Row) -> float:
+        """The best known step: replayed, else the middle of what a replay would be, else the estimate as it is."""
+        if row.replayed_s is not None:
+            return row.replayed_s
+        found = bounds(row, self.rows)
+        return found.middle_s if found else row.estimate.step_s
+
+    def behind(self, row: Row) -> float | None:
+        """How far a row is behind the first, at least 0; None beside a replay of which it has only bounds, or none."""
+        if self.compared_by(row) not in ("replay", "estimate"):
+            return None
+        return max(0.0, self.step_s(row) / self.step_s(self.rows[0]) - 1)
+
+    def behind_range(self, row: Row) -> tuple[float, float] | None:
+        """From where to where a row that was not replayed is behind a first one that was; below 0: maybe faster."""
+        found = bounds(row, self.rows) if self.compared_by(row) == "bounded estimate" else None
+        first_s = self.step_s(self.rows[0])
+        return (found.low_s / first_s - 1, found.high_s / first_s - 1) if found else None
 
     def within_error(self, row: Row) -> bool | None:
         """Whether a row may be as fast as the first for all that is known; None where no error is known."""
         first = self.rows[0]
         if first.replayed_s is not None and row.replayed_s is not None:
-            return self.behind(row) <= max(SAME, row.error, first.error)
+            return row.replayed_s / first.replayed_s - 1 <= max(SAME, row.error, first.error)
+        if first.replayed_s is not None:
+            apart = self.behind_range(row)
+            return None if apart is None else apart[0] <= 0
         if self.band is None:
             return None
-        reached = first.replayed_s if first.replayed_s is not None else first.estimate.step_s * self.band.high
-        return row.estimate.step_s * self.band.low <= reached
+        return row.estimate.step_s * self.band.low <= first.estimate.step_s * self.band.high
 
     def to_json_parts(self) -> dict[str, Any]:
         """The layouts of `search --json`, in order, and what their order rests on."""
@@ -121,10 +183,14 @@ class Ranking:
             "rewritten_error": row.error if row.replayed_s is not None else None,
             "why_not_rewritten": row.why_not,
             "as_measured": row.as_measured,
+            "host_share_of_path": row.host,
+            "best_known_step_time_s": self.step_s(row),
         }
         if row is not self.rows[0]:
             why = list(reasons(self.rows[0].estimate, row.estimate))
             out |= {"behind": self.behind(row), "within_error": self.within_error(row), "reasons": why}
+            apart = self.behind_range(row)
+            out |= {"behind_range": None if apart is None else list(apart), "compared_by": self.compared_by(row)}
         return out
 
 
@@ -164,8 +230,9 @@ def freed(state: State, slowdown: Slowdown) -> State:
     return replace(state, anatomy=replace(state.anatomy, exact_ns=state.anatomy.exact_ns * alone)).with_durations()
 
 
-def _replayed_s(graph: Graph, slowdown: Slowdown | None, moving: Floats | None) -> float:
-    """Step of a graph; with a slowdown its times are free of overlap, and that of its own replay is put in.
+def _replayed(graph: Graph, slowdown: Slowdown | None, moving: Floats | None) -> tuple[float, float]:
+    """(step in seconds, share of the host in the critical path) of a graph; with a slowdown its times are free of
+    overlap, and that of its own replay is put in.
 
     moving: as in overlap.overlap_share
     """
@@ -176,7 +243,8 @@ def _replayed_s(graph: Graph, slowdown: Slowdown | None, moving: Floats | None) 
         for _ in range(SWEEPS):
             share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns, moving, made)
             timeline = replay(graph, overlap.apply(graph.dur_ns, kappa, none, share))
-    return step_time_s(graph, timeline.start_ns, timeline.end_ns)
+    host = critical_path(timeline).shares().get("host", 0.0)
+    return step_time_s(graph, timeline.start_ns, timeline.end_ns), host
 
 
 def _moving(measured: State, made: State) -> Floats:
@@ -222,10 +290,10 @@ def confirmed(state: State, row: Row, slowdown: Slowdown | None = None) -> Row:
                 f"its graph would have about {nodes:,.0f} nodes, and a search replays up to {MOST_NODES:,}"
             )
         made = relayout(state, target)
-        step_s = _replayed_s(made.graph, slowdown, _moving(state, made) if slowdown is not None else None)
+        step_s, host = _replayed(made.graph, slowdown, _moving(state, made) if slowdown is not None else None)
     except ScaletraceError as error:
         return replace(row, why_not=str(error))
-    return replace(row, replayed_s=step_s, error=made.error)
+    return replace(row, replayed_s=step_s, error=made.error, host=host)
 
 
 def ranked(
@@ -248,7 +316,7 @@ def ranked(
     """
     rows = [Row(item, as_measured=item.layout == own) for item in (found.best, *(lost.estimate for lost in found.next))]
     if state is None:
-        return Ranking(tuple(rows), prior)
+        return Ranking(tuple(_ordered(rows)), prior)
     if most is None:
         most = MORE if len(state.graph) <= SMALL_GRAPH else FEW
     alone = freed(state, slowdown) if slowdown is not None else state
@@ -264,12 +332,21 @@ def ranked(
 
 
 def _ordered(rows: Sequence[Row]) -> list[Row]:
-    """Replayed rows by replay, then the others by estimate. Of equal replays (three digits) the measured layout, which
-    asks for no change, comes first, then the smaller estimate."""
-    known = [row for row in rows if row.replayed_s is not None]
-    known.sort(key=lambda row: (float(f"{row.step_s:.3g}"), not row.as_measured, row.estimate.step_s))
-    others = [row for row in rows if row.replayed_s is None]
-    return known + sorted(others, key=lambda row: row.estimate.step_s)
+    """The fastest replayed row, then all by one measure: the replay, or the middle of what it would be (bounds). Those
+    that can't be compared come last. Of equal ones (three digits) replayed ones are first, of them the measured layout,
+    which asks for no change, then the smaller estimate."""
+    known = [float(f"{row.replayed_s:.3g}") for row in rows if row.replayed_s is not None]
+    if not known:
+        return sorted(rows, key=lambda row: row.estimate.step_s)
+
+    def place(row: Row) -> tuple[float, bool, bool, float]:
+        if row.replayed_s is not None:
+            return float(f"{row.replayed_s:.3g}"), False, not row.as_measured, row.estimate.step_s
+        found = bounds(row, rows)
+        middle = max(min(known), float(f"{found.middle_s:.3g}")) if found else float("inf")
+        return middle, True, True, row.estimate.step_s
+
+    return sorted(rows, key=place)
 
 
 def _band(rows: Sequence[Row]) -> ErrorBand | None:

@@ -96,6 +96,7 @@ def estimate_json(item: Estimate) -> dict[str, Any]:
     """One layout of `search --json`."""
     return {
         "layout": item.layout.to_json(),
+        "layout_text": str(item.layout),
         "step_time_s": item.step_s,
         "samples_per_s": item.samples_per_s,
         "bubble_fraction": item.bubble_fraction,

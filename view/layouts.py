@@ -46,6 +46,11 @@ def search_tables(doc: Document) -> list[RenderableType]:
             )
         )
     out += [Text(line) for line in _legend(doc, rows)]
+    out.append(
+        Text(f"the first, as --layout takes it: {units.clean(doc['best'].get('layout_text') or units.MISSING, 400)}")
+    )
+    if doc.get("go_on"):
+        out.append(Text(f"go on with: {units.clean(doc['go_on'], 1000)}"))
     out += [Text(f"not rewritten, {line}", style="yellow") for line in _not_rewritten(rows)]
     return out + [Text(f"note: {units.clean(note, 600)}", style="yellow") for note in doc["health"].get("notes") or ()]
 
@@ -96,10 +101,17 @@ def _legend(doc: Document, rows: Sequence[Document]) -> list[str]:
     """What the numbers are, and how far off the estimates are."""
     out = []
     if any(row.get("rewritten_step_time_s") is not None for row in rows):
-        out.append("step: estimate in closed form; rewritten: the measured graph made into that layout and replayed,")
-        out[0] += " which decides the order of those that have it"
+        out.append(
+            "step: estimate in closed form; rewritten: the measured graph made into that layout and replayed, which "
+            "decides the order of those that have it; stragglers beyond those measured are left out (extrapolate adds them)"
+        )
+        if any(row.get("behind_range") for row in rows):
+            out.append(
+                "a range behind the first, and ~: from the estimate, as far off as estimates of the replayed rows are"
+            )
     if any(row.get("as_measured") for row in rows):
         out.append("*: the measured layout, with more data ranks where the size is another")
+    out += [sentence for sentence in (_pace(rows),) if sentence]
     band = doc.get("estimate_error")
     if band and band["confirmed"]:
         low, high = (f"{band[name]:.2f}" for name in ("low", "high"))
@@ -113,6 +125,22 @@ def _legend(doc: Document, rows: Sequence[Document]) -> list[str]:
     elif doc.get("ordered_by"):
         out.append("error of the estimate: not known, since no layout was replayed")
     return out
+
+
+PACED, ALIKE = 0.5, 0.03
+"""From this share of the critical path on the host sets the pace; rows that are no further apart are called alike."""
+
+
+def _pace(rows: Sequence[Document]) -> str:
+    """That layouts are alike since the host sets the pace of all of them; "" where it does not."""
+    alike = [row for row in rows if row.get("behind", 0.0) is not None and row.get("behind", 0.0) <= ALIKE]
+    shares = [row["host_share_of_path"] for row in alike if row.get("host_share_of_path") is not None]
+    if len(shares) < 2 or min(shares) < PACED:
+        return ""
+    return (
+        f"the host sets the pace: its work is {units.percent(min(shares))} or more of the critical path of the {len(shares)} "
+        "fastest layouts, which are alike for that; fewer or faster operators on the host gain more than another layout"
+    )
 
 
 def degrees(layout: Document) -> str:
@@ -188,8 +216,8 @@ def _add_rates(rows: Sequence[Document], columns: list[tuple[str, bool]], lines:
     left: list[Column] = []
     wanted = (
         ("cost/Mtok", [_money(row) for row in rows]),
-        ("tok/s/GPU", [units.number(row.get("tokens_per_s_per_gpu")) for row in rows]),
-        ("MFU", [units.percent(row.get("mfu")) for row in rows]),
+        ("tok/s/GPU", [_about(row, units.number(row.get("tokens_per_s_per_gpu"))) for row in rows]),
+        ("MFU", [_about(row, units.percent(row.get("mfu"))) for row in rows]),
     )
     for name, cells in wanted:
         width = max(len(name), *map(len, cells)) + 1
@@ -206,7 +234,21 @@ def _add_rates(rows: Sequence[Document], columns: list[tuple[str, bool]], lines:
 
 def _money(row: Document) -> str:
     money = row.get("money_per_million_tokens")
-    return units.MISSING if money is None else f"{money:.3g}"
+    return units.MISSING if money is None else _about(row, f"{money:.3g}")
+
+
+def _about(row: Document, cell: str) -> str:
+    """The cell, marked where it follows from an estimate beside rows that were replayed."""
+    estimated = row.get("behind_range") or row.get("compared_by", "") is None
+    return f"~{cell}" if estimated and cell != units.MISSING else cell
+
+
+def behind(row: Document) -> str:
+    """How far a row is behind the first: a share, or from where to where where only its estimate is known."""
+    apart = row.get("behind_range")
+    if row.get("behind") is not None or not apart:
+        return units.percent(row.get("behind"), signed=True)
+    return f"{100 * apart[0]:+.0f} to {100 * apart[1]:+.0f} %"
 
 
 def _reasons(rows: Sequence[Document], more: Sequence[Column]) -> Table:
@@ -216,9 +258,9 @@ def _reasons(rows: Sequence[Document], more: Sequence[Column]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("because of, by the estimate", no_wrap=True, overflow="ellipsis", ratio=1)
     for number, row in enumerate(rows, 1):
-        behind = units.percent(row.get("behind"), signed=True) if number > 1 else "first"
+        apart = behind(row) if number > 1 else "first"
         why = _why(rows[0], row) if number > 1 else units.MISSING
-        cells = [str(number), behind, units.percent(row["bubble_fraction"])]
+        cells = [str(number), apart, units.percent(row["bubble_fraction"])]
         cells += [column[number - 1] for _, column in more] + [units.clean(why, 200)]
         table.add_row(*(Text(cell) for cell in cells))
     return table
@@ -228,9 +270,12 @@ def _why(first: Document, row: Document) -> str:
     """The terms of the estimate that a row is behind by, where they explain it at all."""
     why = "; ".join(row.get("reasons") or ()) or units.MISSING
     replayed = None not in (first.get("rewritten_step_time_s"), row.get("rewritten_step_time_s"))
+    if row.get("within_error") and replayed:
+        return "as fast by replay" if row["behind"] <= 0.005 else "within the error of stretched kernels"
+    if row.get("behind") is None and row.get("compared_by", "") is None:
+        return "not comparable: nothing like it was replayed"
     if row.get("within_error"):
-        close = "as fast by replay" if row["behind"] <= 0.005 else "within the error of stretched kernels"
-        return close if replayed else f"within error: {why}"
+        return f"{'may be faster (estimate only)' if row.get('behind_range') else 'maybe as fast'}: {why}"
     if replayed and row["step_time_s"] / first["step_time_s"] - 1 < row["behind"] / 2:
         return "seen in the replay, not in the estimate"
     return why

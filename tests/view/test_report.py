@@ -352,7 +352,8 @@ def test_the_best_layouts_are_split_into_their_terms(tmp_path: Path) -> None:
 def test_a_layout_found_by_replay_is_said_with_its_replayed_step(tmp_path: Path) -> None:
     """The step of the headline is the one that the order rests on, and a next one that may be as fast is not behind."""
     best = {"layout": {"dp": 8}, "step_time_s": 0.9, "rewritten_step_time_s": 1.1, "terms_s": {"compute": 0.9}}
-    near = {"layout": {"tp": 8}, "step_time_s": 1.0, "terms_s": {"compute": 1.0}, "behind": -0.09, "within_error": True}
+    near = {"layout": {"tp": 8}, "step_time_s": 1.0, "terms_s": {"compute": 1.0}, "behind": None, "within_error": True}
+    near["behind_range"] = [-0.09, 0.2]
     answer = {"schema": "scaletrace.search/1", "gpus": 8, "best": best, "next": [near]}
     text = write_report(tmp_path / "r.html", [answer]).path.read_text(encoding="utf-8")
 
@@ -360,6 +361,7 @@ def test_a_layout_found_by_replay_is_said_with_its_replayed_step(tmp_path: Path)
         "At 8 GPUs dp=8 is fastest with 1.10 s a step by replay of the measured graph; the next layout may be" in text
     )
     assert "-9" not in text.split("is fastest with")[1].split("</p>")[0]
+    assert "-9 to +20 %" in text
 
 
 def test_records_by_name_and_nested_lists_are_shown(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from scaletrace.view import layouts as layout_rows
 from scaletrace.view import terminal, units
 from scaletrace.view.report import svg
 from scaletrace.view.report.chart import Plot, stacked_bars
@@ -32,7 +33,7 @@ def layouts_headline(doc: Document) -> str:
     step = num(best.get("step_time_s")) if replayed is None else replayed
     words += f" with {units.seconds(step)} a step" + ("" if replayed is None else " by replay of the measured graph")
     behind = num(found[1].get("behind")) if len(found) > 1 else None
-    if behind is not None and found[1].get("within_error") is True:
+    if len(found) > 1 and found[1].get("within_error") is True:
         words += "; the next layout may be as fast, for all that is known"
     elif behind is not None:
         words += f"; the next layout is {units.percent(behind)} behind"
@@ -88,7 +89,7 @@ def _table(found: list[Mapping[str, Any]], terms: list[str]) -> Table:
         head = [
             units.seconds(step),
             units.seconds(replayed),
-            units.percent(behind),
+            layout_rows.behind(candidate),
             units.number(samples),
             units.percent(bubble),
             units.size(memory),

@@ -147,6 +147,8 @@ def axes(job: Job, graph: Graph, layout: Layout, health: Health) -> float:
         return 1.0
     worst = min(doubts, key=lambda group: group.confidence)
     named = "dp" if worst.axis in ("world", "") else worst.axis
+    if named == "dp" and layout.dp == 1 and layout.fsdp == worst.size:
+        named = "fsdp"  # as the layout calls the data axis of a job that shards its weights
     health.note(
         f"The job is taken to be {layout}: its group of {worst.size} ranks {max(worst.stride, 1)} apart is taken for "
         f"{named} with {worst.confidence:.0%} certainty, inferred from how it is used. Bands of other sizes are "

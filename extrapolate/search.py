@@ -72,7 +72,8 @@ class Lost:
 class Found:
     """The best layout, the next ones, and what became of all candidates.
 
-    too_large: the fastest layout that needs more memory than there is, None where none is faster than those shown
+    too_large: the fastest layout that needs more memory than there is, None where its estimate is above those shown
+    uneven_pp: degrees of pipelines that were left out, since the layers don't divide by them
     """
 
     best: Estimate
@@ -81,11 +82,13 @@ class Found:
     discarded: Counter[str] = field(default_factory=Counter)
     evaluated: int = 0
     too_large: Estimate | None = None
+    uneven_pp: tuple[int, ...] = ()
 
     def to_json_parts(self) -> dict[str, Any]:
         """What `search --json` says of all candidates; the layouts themselves: confirm.Ranking."""
         return {
             "too_large": estimate_json(self.too_large) if self.too_large else None,
+            "uneven_pp": list(self.uneven_pp),
             "candidates": self.candidates,
             "evaluated": self.evaluated,
             "discarded": dict(self.discarded),
@@ -119,6 +122,12 @@ def candidates(work: Workload, space: Space) -> Iterator[Layout]:
                     continue
                 data = space.gpus // tp // pp // cp
                 yield from _data(work, space, tp, pp, cp, data)
+
+
+def uneven_pp(work: Workload, space: Space) -> tuple[int, ...]:
+    """Degrees of pipelines that would divide the GPUs, but not the layers, of which stages hold as many each here."""
+    most = min(space.pp, work.model.layers)
+    return tuple(pp for pp in divisors(space.gpus) if pp <= most and work.model.layers % pp)
 
 
 def _data(work: Workload, space: Space, tp: int, pp: int, cp: int, data: int) -> Iterator[Layout]:
@@ -223,7 +232,7 @@ def search(
     if also is not None and also not in [item.layout for item in kept]:
         kept.append(replace(estimate(work, also, network, states, fit), memory=peak(also)))
     losers = tuple(Lost(item, item.step_s / kept[0].step_s - 1, reasons(kept[0], item)) for item in kept[1:])
-    return Found(kept[0], losers, len(bounded), discarded, evaluated, too_large)
+    return Found(kept[0], losers, len(bounded), discarded, evaluated, too_large, uneven_pp(work, space))
 
 
 def _nothing_fits(space: Space, count: int, discarded: Counter[str]) -> str:

@@ -15,6 +15,14 @@ Document = Mapping[str, Any]
 Column = tuple[str, list[str]]
 WIDTH = 80
 _DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
+_MEANINGS = {
+    "gradient and weight traffic": "what data ranks exchange beyond the compute that hides it",
+    "compute slowed beside hidden collectives": "kernels share the device with collectives that run beside them",
+    "pipeline bubble": "stages wait for the first and last micro batches",
+    "gathering of keys and values": "ranks of cp read each other's part of a sequence for attention",
+    "host between operators": "the device waits for the next launch",
+}
+"""Terms of the estimate (search.NAMES) that their name alone does not explain."""
 _SCHEDULES = {"Interleaved1F1B": "interleaved", "ZBVZeroBubble": "ZBV", "InterleavedZeroBubble": "interleaved ZB"}
 
 
@@ -37,12 +45,20 @@ def search_tables(doc: Document) -> list[RenderableType]:
             + (f"; {lost}" if lost else "")
         )
     )
+    uneven = doc.get("uneven_pp") or ()
+    if uneven:
+        degree = "degree is" if len(uneven) == 1 else "degrees are"
+        out.append(
+            Text(
+                f"{len(uneven)} pipeline {degree} not searched (pp={', '.join(map(str, uneven))}): layers don't divide evenly"
+            )
+        )
     big = doc.get("too_large")
     if big:
         need, step = units.size(big["memory_bytes"]), units.seconds(big["step_time_s"])
         out.append(
             Text(
-                f"too large: {degrees(big['layout'])} ({_beside(big['layout'])}) would take {step} a step but needs {need} a GPU"
+                f"too large: {degrees(big['layout'])} ({_beside(big['layout'])}) would take {step} a step by the estimate but needs {need} a GPU"
             )
         )
     out += [Text(line) for line in _legend(doc, rows)]
@@ -109,6 +125,8 @@ def _legend(doc: Document, rows: Sequence[Document]) -> list[str]:
             out.append(
                 "a range behind the first, and ~: from the estimate, as far off as estimates of the replayed rows are"
             )
+    told = " ".join(reason for row in rows for reason in row.get("reasons") or ())
+    out += [f"{name}: {meaning}" for name, meaning in _MEANINGS.items() if name in told]
     if any(row.get("as_measured") for row in rows):
         out.append("*: the measured layout, with more data ranks where the size is another")
     out += [sentence for sentence in (_pace(rows),) if sentence]

@@ -67,7 +67,9 @@ def test_what_is_faster_but_too_large_is_named() -> None:
     layout = {"tp": 8, "dp": 2, "pp": 2, "mbs": 2, "microbatches": 4, "recompute": "full"}
     doc = answer(too_large={"layout": layout, "memory_bytes": 1.82e11, "step_time_s": 9.0})
 
-    told = "too large: dp=2,tp=8,pp=2 (2×4, 1F1B, recompute full) would take 9 s a step but needs 182 GB"
+    told = (
+        "too large: dp=2,tp=8,pp=2 (2×4, 1F1B, recompute full) would take 9 s a step by the estimate but needs 182 GB"
+    )
     assert told in " ".join(" ".join(shown(doc)).split())
 
 
@@ -129,3 +131,22 @@ def test_layouts_and_schedules_are_short() -> None:
     assert ("–", "1F1B", "interleaved ×2") == (
         schedule({}), schedule({"pp": 2}), schedule({"pp": 2, "schedule": "Interleaved1F1B", "chunks": 2}),
     )  # fmt: skip
+
+
+def test_what_was_not_searched_and_what_terms_mean_is_said() -> None:
+    """Pipelines that layers don't divide by are counted, and only terms that are shown are explained."""
+    told = " ".join(" ".join(shown(answer(uneven_pp=[4, 8]))).split())
+
+    assert "2 pipeline degrees are not searched (pp=4, 8): layers don't divide evenly" in told
+    assert "gradient and weight traffic: what data ranks exchange" in told
+    assert "pipeline bubble:" not in told and "not searched" not in " ".join(shown(answer()))
+
+
+def test_layouts_that_are_alike_since_the_host_sets_the_pace_say_so() -> None:
+    """Where most of every replay's critical path is the host's work, another layout gains nothing, and that is said."""
+    rows = [row({axis: 8}, rewritten_step_time_s=0.044, host_share_of_path=0.9) for axis in ("dp", "fsdp")]
+    doc = answer(best=rows[0], next=[rows[1] | {"behind": 0.0, "within_error": True}])
+    busy = answer(best=rows[0], next=[rows[1] | {"behind": 0.0, "within_error": True, "host_share_of_path": 0.2}])
+
+    assert "the host sets the pace: its work is 90.0 %" in " ".join(" ".join(shown(doc)).split())
+    assert "the host sets the pace" not in " ".join(shown(busy))

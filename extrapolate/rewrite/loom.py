@@ -150,7 +150,10 @@ class Loom:
         )
         if not keep.all():
             at = int(edges[int(np.flatnonzero(~keep)[0]), 1])
-            raise UsageError(f"the new order waits for itself at {self.names[int(columns['name'][at])]!r}")
+            raise UsageError(
+                f"the new order waits for itself at {self.names[int(columns['name'][at])]!r}, which the trace ties to another "
+                "layer on some ranks or to none; record the calls of whole steps (CPU activity)"
+            )
         order = np.argsort(keys, kind="stable")
         position = np.empty(n, np.int64)
         position[order] = np.arange(n)

@@ -23,6 +23,7 @@ from scaletrace.extrapolate.nodework import NodeWork, Stretch, node_work, retime
 from scaletrace.extrapolate.recompute import how_much, like_forward, marked, with_recompute
 from scaletrace.extrapolate.rewrite.agreement import agreed
 from scaletrace.extrapolate.rewrite.messages import MessageTime, Streamed
+from scaletrace.extrapolate.rewrite.recurring import like_other_steps
 from scaletrace.extrapolate.routing import UNKNOWN, Routing, observed
 from scaletrace.extrapolate.transfers import beyond_ns
 from scaletrace.extrapolate.workload import infer_model, measured_ceilings
@@ -90,7 +91,7 @@ def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceiling
     """The state of a measured job; micro batch and length are read from its shapes where the layout leaves them open."""
     groups, said = renamed(built.graph.groups, layout)
     built, again = with_recompute(replace(built, graph=replace(built.graph, groups=groups)) if said else built)
-    anatomy = agreed(built.graph, marked(dissect(built, layout), again))
+    anatomy = agreed(built.graph, like_other_steps(built.graph, marked(dissect(built, layout), again)))
     if network.cluster.backend == "gloo":
         timeline = replay(built.graph)
         anatomy = replace(anatomy, beyond_ns=beyond_ns(built.graph, timeline.start_ns, timeline.end_ns))

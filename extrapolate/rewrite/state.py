@@ -6,7 +6,9 @@ measured, so that a rewrite and its inverse give the measured graph back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +33,7 @@ from scaletrace.parse.build import Built
 from scaletrace.parse.events import BoolArray, Int32Array, IntArray
 from scaletrace.parse.graph import EdgeKind, Graph, GraphCollective, GraphGroup, NodeKind
 from scaletrace.parse.health import Health
+from scaletrace.parse.job import RankTrace
 from scaletrace.replay.engine import replay
 
 Floats = np.typing.NDArray[np.float64]
@@ -56,6 +59,7 @@ class State:
     routing    where the capture's tokens went, if it has experts
     exact_bytes  float64[collectives, 2]: bytes in and out before rounding, where they were scaled; may be short
     source     what this was cut into a pipeline from, None where it was not (rewrite.uncut)
+    accumulated  how often the capture's first rank accumulated a gradient of each shape
     """
 
     graph: Graph
@@ -70,6 +74,7 @@ class State:
     routing: Routing = UNKNOWN
     exact_bytes: np.typing.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 2)))
     source: Source | None = None
+    accumulated: Mapping[tuple[int, ...], int] = field(default_factory=dict)
 
     def with_durations(self) -> State:
         """The same with the graph's durations taken from the unrounded ones."""
@@ -117,8 +122,23 @@ def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceiling
     ranks = [trace.rank for trace in built.job.ranks]
     return State(
         built.graph, anatomy, work, layout, network, ceilings, _columns(ranks, layout),
-        0.0, health, observed(built.job),
+        0.0, health, observed(built.job), accumulated=_accumulated(built.job.ranks[0]),
     )  # fmt: skip
+
+
+def _accumulated(trace: RankTrace) -> Counter[tuple[int, ...]]:
+    """Gradients by shape, as autograd adds them to their parameters."""
+    events = trace.events
+    named = np.array(
+        [text.endswith("::AccumulateGrad") and " " not in text for text in events.strings] + [False], np.bool_
+    )
+    dims = events.texts("Input Dims")
+    out: Counter[tuple[int, ...]] = Counter()
+    for code in dims[named[events.name] & (dims >= 0)].tolist():
+        first = json.loads(events.strings[code] or "[]")[:1]
+        if first and all(isinstance(size, int) for size in first[0]):
+            out[tuple(first[0])] += 1
+    return out
 
 
 def _ceilings(built: Built, network: Network) -> Ceilings:

@@ -8,7 +8,7 @@ whether the gradient is one or two. PyTorch's own stages share no weights, so th
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,18 +116,20 @@ def _one_of(state: State, elements: int) -> list[tuple[int, ...]]:
     return [next(each for each in dims if len(each) == 2 and int(np.prod(each)) == elements)]
 
 
-def _accumulated(state: State, elements: int) -> int:
-    """How many gradients of this size one backward pass accumulates; 0 where shapes don't tell."""
-    graph, anatomy, work = state.graph, state.anatomy, state.work
-    named = np.array(["AccumulateGrad" in name for name in graph.names] + [False], np.bool_)[graph.name]
-    found: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-    for node in np.flatnonzero(named & (work.op >= 0)).tolist():
-        shape = work.shape[node]
-        if shape is not None and round(shape.batch * shape.rows * shape.columns) == elements:
-            key = int(graph.rank[node]), int(graph.step[node]), int(anatomy.micro_batch[node])
-            found[key].add(int(work.op[node]))
-    counts = {len(ops) for ops in found.values()}
-    return counts.pop() if len(counts) == 1 else 0
+def _accumulated(state: State, elements: int) -> float:
+    """How many gradients of the shared size one backward pass accumulates, 0 where shapes don't tell.
+
+    How many passes there were, the gradients of the layers' weights tell: each is accumulated once in each.
+    """
+    own = tuple(_one_of(state, elements)[0])
+    layers = [unit for unit, is_layer in zip(state.work.weights, state.anatomy.is_layer, strict=True) if is_layer]
+    held = Counter(weight.dims for unit in layers for weight in unit if len(weight.dims) == 2)
+    passes = Counter(state.accumulated.get(dims, 0) / count for dims, count in held.items() if dims != own)
+    # What embedding or head have of the same shape as a layer's weight counts with that, so most shapes decide.
+    (most, shapes), *_ = passes.most_common(1) or [(0.0, 0)]
+    if own in held or not most or 2 * shapes <= passes.total():
+        return 0.0
+    return state.accumulated.get(own, 0) / most
 
 
 def _reduced(state: State) -> list[tuple[int, int]]:

@@ -167,6 +167,13 @@ def record(
     return path
 
 
+def tied() -> nn.Module:
+    """A model whose head reads the embedding's weights."""
+    net = Net(4)
+    net.head.weight = net.words.weight
+    return net
+
+
 def compiled(blocks: bool) -> nn.Module:
     """A model compiled block by block, or as a whole."""
     net = Net(4)
@@ -180,6 +187,8 @@ def compiled(blocks: bool) -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "plain": (lambda: Net(4), {}),
+    "tied": (tied, {}),
+    "tied, accumulated": (tied, {"micro_batches": 3}),
     "deep": (lambda: Net(12, 32), {}),
     "two": (lambda: Net(2), {}),
     "one": (lambda: Net(1), {}),

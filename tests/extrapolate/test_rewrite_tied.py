@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from scaletrace.extrapolate.cluster import Cluster
+from scaletrace.extrapolate.estimate import Network
 from scaletrace.extrapolate.layout import Layout
 from scaletrace.extrapolate.nodework import Role, Weight
 from scaletrace.extrapolate.relayout import relayout
 from scaletrace.extrapolate.rewrite.batch import resize_micro_batch
 from scaletrace.extrapolate.rewrite.depth import resize_hidden
 from scaletrace.extrapolate.rewrite.stages import pipeline
-from scaletrace.extrapolate.rewrite.state import State
+from scaletrace.extrapolate.rewrite.state import State, open_state
 from scaletrace.extrapolate.rewrite.tied import LEFT_OUT, NAME, of_embedding
+from scaletrace.parse.build import build
 from scaletrace.parse.graph import NodeKind
+from scaletrace.parse.load import load
 from scaletrace.replay.engine import replay
+from tests.extrapolate.recordings import recorded
 from tests.extrapolate.test_rewrite_layout import BIG
 
 Stateful = Callable[..., State]
@@ -93,8 +99,8 @@ def test_recorded_sums_move_to_the_new_ends(stateful: Stateful) -> None:
     two = pipeline(reducing(stateful, 1), 2)
     own = np.array([of_embedding(i, two.graph.groups) for i in two.graph.collectives] + [False])[two.graph.instance]
     slow = np.where(own, 3.0, 1.0) * two.anatomy.exact_ns
-    recorded = replace(two, source=None, anatomy=replace(two.anatomy, exact_ns=slow)).with_durations()
-    made = pipeline(recorded, 4)
+    measured = replace(two, source=None, anatomy=replace(two.anatomy, exact_ns=slow)).with_durations()
+    made = pipeline(measured, 4)
 
     assert [0, 1, 6, 7] == [rank for rank, *_ in sums(made)]
     slowed = 3e9 * made.network.seconds("all_reduce", SHARED, 2, 6)
@@ -112,3 +118,16 @@ def test_the_sum_grows_with_the_width_alone(stateful: Stateful) -> None:
     four = pipeline(reducing(stateful, 1), 4)
     assert {24} == {stride for *_, stride in sums(relayout(four, replace(four.layout, dp=8)))}
     assert Layout(dp=2, pp=4).span("pp").stride * 3 == sums(four)[0][3]
+
+
+def test_recorded_models_tell_whether_weights_are_shared(tmp_path: Path) -> None:
+    """A head that reads the embedding's weights leaves one gradient to accumulate, in one micro batch or three."""
+    folder = recorded(tmp_path, "plain", "tied", "tied, accumulated")
+    found = {}
+    for path in folder.glob("*.json"):
+        state = open_state(build(load(path)), Layout(), Network(Cluster.load("dgx_h100")))
+        made = pipeline(state, 2, micro_batches=4)
+        found[path.stem] = {(rank, size) for rank, _, size, _ in sums(made)}, LEFT_OUT in made.health.notes
+
+    both = {(0, 4 * 128 * 64), (1, 4 * 128 * 64)}
+    assert {"plain": (set(), False), "tied": (both, False), "tied, accumulated": (both, False)} == found

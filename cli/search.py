@@ -235,14 +235,13 @@ def _job(path: str, cluster: str, layout: str) -> _Job:
 def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     from scaletrace.extrapolate.anatomy import dissect
     from scaletrace.extrapolate.base import guess_cluster
-    from scaletrace.extrapolate.calibrate import calibrate
     from scaletrace.extrapolate.cluster import Cluster
+    from scaletrace.extrapolate.confirm import measured_costs
     from scaletrace.extrapolate.estimate import PLAIN, Network
     from scaletrace.extrapolate.fit import fit_to, for_cluster, tell
     from scaletrace.extrapolate.flops import step_flop
     from scaletrace.extrapolate.footprint import footprint_of_job
     from scaletrace.extrapolate.layout import Layout, measured_layout
-    from scaletrace.extrapolate.transfers import evidence
     from scaletrace.extrapolate.workload import from_job
     from scaletrace.parse.build import build
     from scaletrace.parse.profiler_cost import tell_profiler_cost
@@ -257,8 +256,8 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     work = from_job(built, anatomy, measured, None if on_cpu else machine.device)
     same = machine.name == seen.name
     held = replace(footprint_of_job(built, measured), model=work.model, on_device=not on_cpu)
-    measured_costs = calibrate(evidence(built.graph, built.graph.dur_ns), seen)
-    fit = for_cluster(fit_to(work, built, Network(seen, measured_costs), anatomy, held.states), same)
+    costs = measured_costs(built.graph, seen)
+    fit = for_cluster(fit_to(work, built, Network(seen, costs), anatomy, held.states), same)
     tell(fit, work.health, same)
     tell_profiler_cost(job, work.health)
     anchor = work.anchor
@@ -276,7 +275,7 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     on_device = seen.device.generation != "cpu"
     return _Job(
         work, machine, per_gpu, fit if anchor else PLAIN, built, measured, tried, held.states,
-        held.parts, sample_flop, on_device, Network(machine, measured_costs) if same else None,
+        held.parts, sample_flop, on_device, Network(machine, costs) if same else None,
     )  # fmt: skip
 
 

@@ -319,11 +319,12 @@ def _weights(events: Events, row: int) -> float:
     places = _WEIGHT_AT.get(events.name_of(row))
     if places is None:
         return 0.0
-    dims = _dims(events.text("Input Dims", row))
+    dims = recorded_dims(events.text("Input Dims", row))
     return float(sum(np.prod(dims[place]) for place in places if place < len(dims) and dims[place]))
 
 
-def _dims(text: str | None) -> list[list[int]]:
+def recorded_dims(text: str | None) -> list[list[int]]:
+    """The dimensions of each operand that an operator's "Input Dims" lists; none where the text is no such list."""
     try:
         entries = json.loads(text) if text else []
     except ValueError:
@@ -338,7 +339,7 @@ def _boundary(trace: RankTrace, sections: Sections) -> int:
     rows = forward_ops(trace, sections)
     unit = sections.unit[sections.at(events.ts_ns[rows])]
     for row in rows[np.isin(unit, layers)].tolist():
-        dims = _dims(events.text("Input Dims", row))
+        dims = recorded_dims(events.text("Input Dims", row))
         if dims and len(dims[0]) > 1:
             types = events.text("Input type", row) or ""
             kind = types.lstrip('["').split('"')[0]

@@ -232,7 +232,7 @@ def prepare(
     graph = cautions.unnamed(built.job, with_groups(built.graph, ranks, health), health)
     graph = replace(graph, instance=instance_of_hubs(graph))
     timeline, alone = _replayed(graph, here)
-    free = _beside_nothing(graph, timeline, alone, slowdown)
+    free = overlap.beside_nothing(graph, timeline, alone, 0.0 if slowdown == 0 else None)
     found, more = evidence(graph, free), list(more_evidence)
     if recorded is None and cluster is not None and not moves:
         here = seen_on(found, here, health)
@@ -364,14 +364,6 @@ def _replayed(graph: Graph, cluster: Cluster) -> tuple[Timeline, IntArray]:
     if cluster.tiers[0].link is Link.TCP:
         return timeline, unshared_ns(graph, timeline.start_ns, timeline.end_ns)
     return timeline, graph.dur_ns
-
-
-def _beside_nothing(graph: Graph, timeline: Timeline, dur_ns: IntArray, given: float | None) -> IntArray:
-    """Durations with transfers as they would be without kernels beside them, which the cost models know nothing of."""
-    share = overlap.overlap_share(graph, timeline.start_ns, timeline.end_ns)
-    share[graph.kind != NodeKind.TRANSFER] = 0.0
-    found = 0.0 if given == 0 else overlap.transfer_slowdown(graph, share, dur_ns)
-    return overlap.apply(dur_ns, np.full_like(share, found), share, np.zeros_like(share))
 
 
 def _slowdown(measured: Slowdown, given: float | None) -> Slowdown:

@@ -17,7 +17,7 @@ from scaletrace.errors import ScaletraceError, UsageError
 from scaletrace.extrapolate import overlap, transfers
 from scaletrace.extrapolate.calibrate import calibrate
 from scaletrace.extrapolate.cluster import Cluster
-from scaletrace.extrapolate.costs import FAMILY
+from scaletrace.extrapolate.costs import FAMILY, Calibration
 from scaletrace.extrapolate.estimate import Estimate, Network
 from scaletrace.extrapolate.kernels import Ceilings
 from scaletrace.extrapolate.layout import Layout
@@ -212,9 +212,14 @@ def layout_at(measured: Layout, gpus: int, samples: int, seq: int) -> Layout | N
 def opened(built: Built, measured: Layout, cluster: Cluster) -> State:
     """The capture's graph, ready to be rewritten for layouts on `cluster`; what it measured of collectives counts."""
     on_cpu = cluster.device.generation == "cpu"
-    seen = transfers.evidence(built.graph, built.graph.dur_ns)
-    network = Network(cluster, calibrate(seen, cluster))
+    network = Network(cluster, measured_costs(built.graph, cluster))
     return open_state(built, measured, network, None if on_cpu else Ceilings.of(cluster.device))
+
+
+def measured_costs(graph: Graph, cluster: Cluster) -> Calibration:
+    """What the transfers of a capture say of the costs on its cluster, as when it is stretched."""
+    free = overlap.beside_nothing(graph, replay(graph), graph.dur_ns)
+    return calibrate(transfers.evidence(graph, free), cluster)
 
 
 def slowdown_of(built: Built, state: State) -> Slowdown | None:

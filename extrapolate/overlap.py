@@ -24,6 +24,7 @@ from scaletrace.parse.events import IntArray
 from scaletrace.parse.graph import Graph, GraphCollective, NodeKind
 from scaletrace.parse.job import Job
 from scaletrace.replay.engine import replay
+from scaletrace.replay.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
 PAIRS_WANTED = 5
@@ -257,6 +258,17 @@ def _as_recorded(job: Job, graph: Graph) -> bool:
         if not np.array_equal(own[graph.name[nodes]], events.name[rows].astype(np.int64)):
             return False
     return True
+
+
+def beside_nothing(graph: Graph, timeline: Timeline, dur_ns: IntArray, given: float | None = None) -> IntArray:
+    """Durations with transfers as they would be without kernels beside them, which the cost models know nothing of.
+
+    given: μ to take out; None: that which the trace tells (transfer_slowdown)
+    """
+    share = overlap_share(graph, timeline.start_ns, timeline.end_ns)
+    share[graph.kind != NodeKind.TRANSFER] = 0.0
+    found = transfer_slowdown(graph, share, dur_ns) if given is None else given
+    return apply(dur_ns, np.full_like(share, found), share, np.zeros_like(share))
 
 
 def of_job(built: Built, graph: Graph, prior: float) -> Slowdown | None:

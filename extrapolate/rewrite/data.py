@@ -56,6 +56,7 @@ def resize(graph: Graph, old: Layout, new: Layout, units: Sequence[Sequence[Shap
     collectives = tuple(
         resized_item(item, graph.groups, groups, units) if item.group >= 0 else item for item in graph.collectives
     )
+    collectives = _of_replicas(graph, collectives)
     factor = new.ranks / old.ranks
     present = real_ranks(graph)
     multiplicity = graph.multiplicity if len(graph.multiplicity) else np.ones(len(present), np.int32)
@@ -122,6 +123,21 @@ def resized_item(
     if gathers:
         return replace(item, bytes_in=-(-total // now), bytes_out=total)
     return replace(item, bytes_in=total, bytes_out=-(-total // now))
+
+
+def _of_replicas(graph: Graph, resized: Sequence[GraphCollective]) -> tuple[GraphCollective, ...]:
+    """The resized collectives with the sums over replicas (HSDP) of scattered gradients as large as the shards are now."""
+    shards: dict[int, int] = {}
+    for was, now in zip(graph.collectives, resized, strict=True):
+        if was.kind == "reduce_scatter" and was.bytes_out > 0 and was.bytes_out != now.bytes_out:
+            shards.setdefault(was.bytes_out, now.bytes_out)
+
+    def follow(item: GraphCollective) -> GraphCollective:
+        sums = item.kind == "all_reduce" and item.group >= 0 and graph.groups[item.group].axis == "dp"
+        size = shards.get(item.bytes_in) if sums and item.bytes_in == item.bytes_out else None
+        return item if size is None else replace(item, bytes_in=size, bytes_out=size)
+
+    return tuple(follow(item) for item in resized) if shards else tuple(resized)
 
 
 def _padded(whole: int, was: int, now: int, width: int, units: Sequence[Sequence[Shape]]) -> int:

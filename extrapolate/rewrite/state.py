@@ -6,7 +6,6 @@ measured, so that a rewrite and its inverse give the measured graph back.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from scaletrace.errors import InputError
-from scaletrace.extrapolate.anatomy import Anatomy, dissect
+from scaletrace.extrapolate.anatomy import Anatomy, dissect, recorded_dims
 from scaletrace.extrapolate.estimate import MESSAGE_OVERHEAD_S, Network
 from scaletrace.extrapolate.inferred import with_inferred_shapes
 from scaletrace.extrapolate.kernels import Ceilings
@@ -122,22 +121,20 @@ def open_state(built: Built, layout: Layout, network: Network, ceilings: Ceiling
     ranks = [trace.rank for trace in built.job.ranks]
     return State(
         built.graph, anatomy, work, layout, network, ceilings, _columns(ranks, layout),
-        0.0, health, observed(built.job), accumulated=_accumulated(built.job.ranks[0]),
+        0.0, health, observed(built.job), accumulated=_accumulated(built.job.ranks[:1]),
     )  # fmt: skip
 
 
-def _accumulated(trace: RankTrace) -> Counter[tuple[int, ...]]:
+def _accumulated(traces: Sequence[RankTrace]) -> Counter[tuple[int, ...]]:
     """Gradients by shape, as autograd adds them to their parameters."""
-    events = trace.events
-    named = np.array(
-        [text.endswith("::AccumulateGrad") and " " not in text for text in events.strings] + [False], np.bool_
-    )
-    dims = events.texts("Input Dims")
     out: Counter[tuple[int, ...]] = Counter()
-    for code in dims[named[events.name] & (dims >= 0)].tolist():
-        first = json.loads(events.strings[code] or "[]")[:1]
-        if first and all(isinstance(size, int) for size in first[0]):
-            out[tuple(first[0])] += 1
+    for events in (trace.events for trace in traces):
+        named = [text.endswith("::AccumulateGrad") and " " not in text for text in events.strings]
+        texts = events.texts("Input Dims")
+        mine = np.array([*named, False], np.bool_)[events.name] & (texts >= 0)
+        for code, count in Counter(texts[mine].tolist()).items():
+            for dims in recorded_dims(events.strings[code])[:1]:
+                out[tuple(dims)] += count
     return out
 
 

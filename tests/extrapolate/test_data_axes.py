@@ -75,6 +75,17 @@ def test_hsdp_replicas_grow_and_shard_groups_stay() -> None:
     assert [(4, 1), (16, 4), (64, 1)] == [(group.size, group.stride) for group in new.groups]
 
 
+def test_replicas_sum_what_a_shard_holds_at_its_new_size() -> None:
+    """Over 4 instead of 2 ranks a shard has half the bytes (and padding), and so has its sum over replicas, not the loss."""
+    graph, layout = _job(2, 2)
+    new = resize(graph, layout, Layout(dp=2, fsdp=4), [SHAPES])
+    scatter, across, loss = (new.collectives[at] for at in (1, 2, 3))
+
+    assert 4 * sharded_elements(SHAPES, 4) // 4 == scatter.bytes_out == across.bytes_in == across.bytes_out
+    assert (4, 4) == (loss.bytes_in, loss.bytes_out)
+    assert graph.collectives == resize(new, Layout(dp=2, fsdp=4), layout, [SHAPES]).collectives
+
+
 def test_strides_of_replicas_follow_growing_shards() -> None:
     """From 2 x 4 to 2 x 32 the two replicas of a shard stand 32 apart."""
     graph, old = _job(2, 4)

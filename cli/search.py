@@ -31,7 +31,7 @@ _PRICE = typer.Option(
 )
 _CONFIRM = typer.Option(
     help="How many of the best to predict again by rewriting and replaying the capture's graph, beside the measured "
-    "layout; default: 5, of a large capture 3."
+    "layout, and as many again of those that may still be faster; default: 5, of a large capture 3."
 )
 
 
@@ -280,8 +280,8 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
 
 
 def show(answer: dict[str, Any]) -> None:
-    """The answer as tables of at most 80 columns."""
+    """The answer as tables of at most 80 columns; commands to paste stay on one line."""
     from scaletrace.view.layouts import search_tables
 
     for part in search_tables(answer):
-        out.print(part)
+        out.print(part, soft_wrap=bool(getattr(part, "no_wrap", False)))

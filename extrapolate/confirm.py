@@ -313,7 +313,8 @@ def ranked(
     """The found layouts in their final order.
 
     state  the capture's graph (opened); None: nothing is replayed
-    most   how many layouts to replay beside `own`; None: 5, of a graph over 200,000 nodes 3
+    most   how many layouts to replay beside `own`, and as many again of those that may be faster than the fastest by
+           what the replays show of the estimates; None: 5, of a graph over 200,000 nodes 3
     own    the measured layout at this size, replayed wherever it is listed
     prior  error of the estimates where nothing is replayed, None = not known
     slowdown  what overlap costs the capture's kernels (slowdown_of); None: nothing
@@ -326,14 +327,36 @@ def ranked(
         most = MORE if len(state.graph) <= SMALL_GRAPH else FEW
     alone = freed(state, slowdown) if slowdown is not None else state
     done = tried = 0
+
+    def try_row(at: int) -> None:
+        row = rows[at]
+        same = row.estimate.layout.over(state.layout) == state.layout  # as measured, overlap and all
+        rows[at] = confirmed(state, row) if same else confirmed(alone, row, slowdown)
+
     for at, row in enumerate(rows):
         if (row.as_measured and most) or (done < most and tried < 2 * most):
             advance(done, most)
-            same = row.estimate.layout.over(state.layout) == state.layout  # as measured, overlap and all
-            rows[at] = confirmed(state, row) if same else confirmed(alone, row, slowdown)
+            try_row(at)
             tried += not row.as_measured
-            done += rows[at].replayed_s is not None and not row.as_measured
+            done += row.replayed_s is not None and not row.as_measured
+    for again in range(most):
+        at = _may_be_first(rows)
+        if at < 0:
+            break
+        advance(again, most)
+        try_row(at)
     return Ranking(tuple(_ordered(rows)), _band(rows))
+
+
+def _may_be_first(rows: Sequence[Row]) -> int:
+    """Of the rows that were not tried the one that may be furthest ahead of the fastest replay, -1 where none may."""
+    fastest_s = min((row.replayed_s for row in rows if row.replayed_s is not None), default=0.0)
+    found = [
+        (known.low_s, at)
+        for at, row in enumerate(rows)
+        if row.replayed_s is None and row.why_not is None and (known := bounds(row, rows)) and known.low_s < fastest_s
+    ]
+    return min(found, default=(0.0, -1))[1]
 
 
 def _ordered(rows: Sequence[Row]) -> list[Row]:

@@ -27,7 +27,7 @@ _SCHEDULES = {"Interleaved1F1B": "interleaved", "ZBVZeroBubble": "ZBV", "Interle
 
 
 def search_tables(doc: Document) -> list[RenderableType]:
-    """Everything that `scaletrace search` prints."""
+    """Everything that `scaletrace search` prints; what is to be pasted must not be wrapped."""
     rows = [doc["best"], *doc["next"]]
     title = f"{units.number(doc['gpus'])} GPUs, {doc['model']} on {doc['cluster']}, compute {doc['compute']}"
     head = [Text(units.clean(title, 200), style="bold"), Text(verdict(doc), style="bold")]
@@ -62,11 +62,10 @@ def search_tables(doc: Document) -> list[RenderableType]:
             )
         )
     out += [Text(line) for line in _legend(doc, rows)]
-    out.append(
-        Text(f"the first, as --layout takes it: {units.clean(doc['best'].get('layout_text') or units.MISSING, 400)}")
-    )
+    text = units.clean(doc["best"].get("layout_text") or units.MISSING, 400)
+    out.append(Text(f"the first, as --layout takes it: {text}", no_wrap=True))
     if doc.get("go_on"):
-        out.append(Text(f"go on with: {units.clean(doc['go_on'], 1000)}"))
+        out.append(Text(f"go on with: {units.clean(doc['go_on'], 1000)}", no_wrap=True))
     out += [Text(f"not rewritten, {line}", style="yellow") for line in _not_rewritten(rows)]
     return out + [Text(f"note: {units.clean(note, 600)}", style="yellow") for note in doc["health"].get("notes") or ()]
 

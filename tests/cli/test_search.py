@@ -19,6 +19,11 @@ def call(*words: str) -> tuple[int, str]:
     return outcome.exit_code, outcome.output
 
 
+def widest(text: str) -> int:
+    """Characters of the longest line but those to be pasted, which must stay whole."""
+    return max(len(line) for line in text.splitlines() if not line.startswith(("the first, as --layout", "go on with")))
+
+
 def test_a_models_layouts_as_json() -> None:
     """One document with the frame of all answers, the best layout, the next ones and what became of the rest."""
     code, text = call("llama2-7b", "--gpus", "16", "--batch", "64", "--cluster", "dgx_h100", "--json")
@@ -41,7 +46,7 @@ def test_the_table_says_why_the_next_ones_lose() -> None:
     assert "because of, by the estimate" in text
     assert "steps of described jobs are 7.0 % to 30.0 % longer" in " ".join(text.split())
     assert "candidates" in text
-    assert max(len(line) for line in text.splitlines()) <= 80
+    assert widest(text) <= 80
 
 
 def test_quiet_prints_the_layout_alone() -> None:
@@ -95,7 +100,8 @@ def test_the_estimate_of_a_capture_is_its_measured_step(shared_data: Path, name:
 
 
 def test_the_best_are_rewritten_and_replayed(shared_data: Path) -> None:
-    """Two of the best and the measured layout are replayed; one of them is first, the rest follow on one measure."""
+    """Two of the best, what may still be faster (at most two) and the measured layout are replayed; one is first, the
+    rest follow on one measure."""
     path = str(shared_data / "gloo" / "fsdp2_w2")
     code, text = call(path, "--gpus", "4", "--confirm", "2", "--best", "4", "--json")
     answer = json.loads(text)
@@ -104,7 +110,7 @@ def test_the_best_are_rewritten_and_replayed(shared_data: Path) -> None:
     order = [row["best_known_step_time_s"] for row in rows if row.get("compared_by", "replay") is not None]
 
     assert (0, "replay") == (code, answer["ordered_by"])
-    assert 3 == len(known) == answer["estimate_error"]["confirmed"]
+    assert 3 <= len(known) == answer["estimate_error"]["confirmed"] <= 5
     assert rows[0]["rewritten_step_time_s"] is not None and all(
         row.get("behind") is None or row["behind"] >= 0 for row in rows
     )
@@ -160,7 +166,7 @@ def test_throughput_mfu_and_cost_follow_the_step() -> None:
     assert best["money_per_million_tokens"] == pytest.approx(1e6 * 3.6 / 3600 / rate)
     assert 0.2 < best["mfu"] < 0.8
     assert all(name in table for name in ("cost/Mtok", "tok/s/GPU", "MFU"))
-    assert max(len(line) for line in table.splitlines()) <= 80
+    assert widest(table) <= 80
 
 
 def test_a_cpu_jobs_tokens_cost_nothing_that_is_known(samples: Path) -> None:

@@ -55,8 +55,8 @@ def test_a_page_of_a_capture_says_layers_memory_and_mfu(tmp_path: Path, samples:
 
     assert 0 == result.exit_code
     assert "Layers, time a step (found by" in text and "<td>optimizer</td>" in text
-    assert "<dt>memory</dt>" in text and "<dt>at measured size</dt><dd>mfu " in text
-    assert "<dt>not known</dt><dd>power_W_per_gpu " in text
+    assert "<dt>memory</dt>" in text and "<dt>at measured size</dt><dd>MFU " in text
+    assert "<dt>not known</dt><dd>power a GPU (W) " in text
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,10 @@ def exposed_by_axis(doc: Document) -> Plot | None:
     sizes = [units.number(num(p["gpus"])) for p in chosen]
     columns = [[share.get(axis, 0.0) for axis in axes] for share in shares]
     drawing = stacked_columns(sizes, columns, axes, "GPUs", "exposed share of the step", units.percent)
-    table = Table(
-        ["GPUs", *axes], [[num(p["gpus"]), *(s.get(a) for a in axes)] for p, s in zip(chosen, shares, strict=True)]
-    )
+    heads = ["GPUs", *axes]
+    raw: list[list[Cell]] = [[num(p["gpus"]), *(s.get(a) for a in axes)] for p, s in zip(chosen, shares, strict=True)]
+    shown = [[size, *(units.percent(s.get(a)) for a in axes)] for size, s in zip(sizes, shares, strict=True)]
+    table = Table(heads, raw, shown, heads)
     return Plot("exposed", "Exposed communication by axis", drawing, table)
 
 

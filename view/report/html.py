@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from scaletrace.view import units
+from scaletrace.view.report.words import named, shown_value
 
 Cell = str | int | float | None
 
@@ -41,11 +42,13 @@ def tag(name: str, *children: object, **attributes: object) -> Html:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers behind a plot or a section: `rows` hold plain values for CSV, `shown` what a reader sees."""
+    """Numbers behind a plot or a section: `columns` and `rows` are plain, for CSV; `heads` and `shown` what a reader sees
+    of them, else the words and units that the columns' keys stand for."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     shown: Sequence[Sequence[object]] = field(default_factory=tuple)
+    heads: Sequence[str] = ()
 
     def to_csv(self) -> str:
         """Comma-separated values; a text that a spreadsheet would run as a formula gets an apostrophe in front."""
@@ -57,14 +60,17 @@ class Table:
 
     def to_html(self, caption: str, most: int = 200) -> Html:
         """A table that scrolls sideways by itself (and by keyboard), numbers to the right; long ones are cut and say so."""
-        shown = self.shown or self.rows
+        shown = self.shown or [
+            [shown_value(key, cell) for key, cell in zip(self.columns, row, strict=True)] for row in self.rows[:most]
+        ]
+        heads = self.heads or [named(column) for column in self.columns]
         numeric = [
             all(isinstance(row[i], int | float) or row[i] is None for row in self.rows)
             for i in range(len(self.columns))
         ]
         head = tag(
             "tr",
-            *(tag("th", c, scope="col", class_="n" if n else None) for c, n in zip(self.columns, numeric, strict=True)),
+            *(tag("th", c, scope="col", class_="n" if n else None) for c, n in zip(heads, numeric, strict=True)),
         )
         body = (
             tag(
@@ -72,7 +78,7 @@ class Table:
             )
             for row in shown[:most]
         )
-        note = f" (the first {most} of {len(shown)}; the CSV has all)" if len(shown) > most else ""
+        note = f" (the first {most} of {len(self.rows)}; the CSV has all)" if len(self.rows) > most else ""
         table = tag("table", tag("caption", caption, note), tag("thead", head), tag("tbody", *body))
         return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=caption)
 

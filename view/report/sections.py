@@ -17,6 +17,7 @@ from scaletrace.view.report.layouts import layouts, layouts_headline
 from scaletrace.view.report.limits import utilization
 from scaletrace.view.report.read import Document, mapping, num, rows, schema_of
 from scaletrace.view.report.recorded import layers as layers_of
+from scaletrace.view.report.words import named, shown_value
 
 Draw = Callable[[Document], Plot | None]
 
@@ -46,6 +47,9 @@ _PLOTS: tuple[Draw, ...] = (
     changes,
 )
 """All plots; each draws what an answer has and is left out where it has nothing to draw."""
+_ONE_LAYOUT = (
+    "One layout was tried at each size; scaletrace search CAPTURE --gpus N compares others, and --layout asks for one."
+)
 MOST_OPEN = 12
 """Rows of a table that stands open; longer ones open on demand."""
 _FRAME = ("schema", "scaletrace_version", "input", "health")
@@ -55,6 +59,8 @@ _DRAWN = {
     "limits": ("curve",),
 }
 """Parts that a plot shows, by kind of answer; the rest is listed in tables."""
+_TOLD = ("headline", "fit", "capture", "captures", "layout_text", "profiler_cost")
+"""Parts that a sentence of the page or of the health remarks says in words."""
 _DRAWN_ELSE = ("points", "breakdown", "breakdown_before", "collectives", "stragglers", "critical_path", "steps")
 
 
@@ -121,27 +127,14 @@ def _steps(doc: Document) -> Html:
     )
     raw: list[list[Cell]] = [[_plain(step.get(c)) for c in columns] for step in steps]
     shown = [[row[i] if c == "step" else shown_value(c, row[i]) for i, c in enumerate(columns)] for row in raw]
-    heads = [c.removesuffix("_ns").replace("_", " ") for c in columns]
     told = schema_of(doc) == "replay" and len(steps) > 1
     about = [tag("p", terminal.STEP_ROWS, class_="soft")] if told else []
-    return join(Table(heads, raw, shown).to_html("Steps"), *about, csv_link(Table(columns, raw), "steps.csv"))
+    table = Table(columns, raw, shown)
+    return join(table.to_html("Steps"), *about, csv_link(table, "steps.csv"))
 
 
 def _plain(value: Any) -> Cell:
     return value if value is None or units.is_number(value) else units.clean(value, 400)
-
-
-def shown_value(key: str, value: Any) -> str:
-    """A value as its key's suffix says: _ns, _s, _bytes, _Bps, _fraction, _error."""
-    number = num(value)
-    if number is None or isinstance(value, str):
-        return units.MISSING if value is None else units.clean(value, 400)
-    for suffix, show in (("_ns", units.duration), ("_s", units.seconds), ("bytes", units.size), ("_Bps", units.rate)):
-        if key.endswith(suffix):
-            return show(number)
-    if key.endswith(("_fraction", "_error", "_share", "error", "mfu")):
-        return units.percent(number)
-    return units.number(number)
 
 
 def _drawn(doc: Document) -> Sequence[str]:
@@ -149,14 +142,16 @@ def _drawn(doc: Document) -> Sequence[str]:
 
 
 def _facts(doc: Document) -> Html:
-    """The plain values of an answer (and of its small groups of values), by name."""
+    """The plain values of an answer (and of its small groups of values), by name; what does not apply is left out."""
     found: list[Html] = []
     for key, value in doc.items():
-        if key in _FRAME or key in _drawn(doc) or key == "headline":
+        if key in _FRAME or key in _drawn(doc) or key in _TOLD or value is None or value in ([], {}):
             continue
         if isinstance(value, Mapping) and not any(isinstance(v, Mapping) or rows(v) for v in value.values()):
             text = ", ".join(
-                f"{units.clean(k, 60)} {_nested(unit_key(str(key), str(k)), v)}" for k, v in list(value.items())[:40]
+                f"{named(str(k), str(key))} {_nested(str(k), v, str(key))}"
+                for k, v in list(value.items())[:40]
+                if v is not None
             )
         elif isinstance(value, list) and not rows(value):
             text = ", ".join(shown_value(str(key), v) for v in value[:40])
@@ -165,20 +160,15 @@ def _facts(doc: Document) -> Html:
         else:
             text = shown_value(str(key), value)
         if text:
-            found += [tag("dt", str(key).removesuffix("_ns").replace("_", " ")), tag("dd", text)]
+            found += [tag("dt", named(str(key))), tag("dd", text)]
     return tag("dl", *found) if found else Html("")
 
 
-def unit_key(group: str, key: str) -> str:
-    """The key whose suffix says the unit: that of the value, or of the group of values that it is in."""
-    return group if group.endswith(("_ns", "_s", "_bytes", "_Bps")) and "_" not in key else key
-
-
-def _nested(key: str, value: Any) -> str:
-    """A value, or a short list of values."""
+def _nested(key: str, value: Any, group: str) -> str:
+    """A value of a group, or a short list of values."""
     if not isinstance(value, list):
-        return shown_value(key, value)
-    return ", ".join(shown_value(key, v) for v in value[:40]) or "none"
+        return shown_value(key, value, group)
+    return ", ".join(shown_value(key, v, group) for v in value[:40]) or "none"
 
 
 def _records(value: Any) -> list[Mapping[str, Any]]:
@@ -192,7 +182,9 @@ def _tables(doc: Document) -> list[Html]:
     """Lists of records that no plot shows, and the best layouts, as tables."""
     out = []
     best = mapping(doc.get("best_layout_by_gpus"))
-    if best:
+    if best and not curve.best_points(doc)[1]:
+        out.append(tag("p", _ONE_LAYOUT, class_="soft"))
+    elif best:
         layouts: list[list[Cell]] = [[units.clean(k, 20), terminal.layout_text(v)] for k, v in best.items()]
         out.append(Table(["GPUs", "fastest layout"], layouts).to_html("Fastest layout by size"))
     for key, value in doc.items():
@@ -201,17 +193,10 @@ def _tables(doc: Document) -> list[Html]:
             continue
         columns = list(dict.fromkeys(str(c) for record in records for c in record))[:14]
         raw: list[list[Cell]] = [[_plain_nested(record.get(c)) for c in columns] for record in records]
-        shown = [
-            [
-                shown_value(c, v) if not isinstance(v, Mapping | list) else _plain_nested(v)
-                for c in columns
-                for v in (record.get(c),)
-            ]
-            for record in records
-        ]
+        shown = [[_shown_nested(c, record.get(c)) for c in columns] for record in records]
         table = Table(columns, raw, shown)
         name = "".join(c if c.isalnum() else "-" for c in str(key))[:40]
-        title = str(key).replace("_", " ")
+        title = named(str(key))
         drawn = table.to_html(title)
         if len(raw) > MOST_OPEN:
             drawn = tag("details", tag("summary", f"{title}: {len(raw)} rows"), drawn)
@@ -225,6 +210,15 @@ def _plain_nested(value: Any) -> Cell:
         middle = num(value)
         return middle if middle is not None else units.clean(", ".join(f"{k}={v}" for k, v in value.items()), 200)
     return units.clean(", ".join(str(v) for v in value), 200) if isinstance(value, list) else _plain(value)
+
+
+def _shown_nested(key: str, value: Any) -> str:
+    """A cell as a reader sees it: layouts as they are written, nested values with their names and units."""
+    if key == "layout":
+        return terminal.layout_text(value)
+    if isinstance(value, Mapping) and num(value) is None:
+        return ", ".join(f"{named(str(k), key)} {_nested(str(k), v, key)}" for k, v in list(value.items())[:12])
+    return _nested(key, value, "")
 
 
 def _health(doc: Document) -> list[Html]:

@@ -218,7 +218,7 @@ def test_a_path_with_holes_is_drawn_with_holes() -> None:
     widths = [
         float(w) for w in re.findall(r'<rect class="f\d edge"[^>]*|width="([\d.]+)" height="44', plot.drawing) if w
     ]
-    assert sum(widths) == pytest.approx(460 * 0.7, rel=0.01)
+    assert sum(widths) == pytest.approx(444 * 0.7, rel=0.01)
 
 
 def test_plots_are_written_as_svg_files_of_their_own(tmp_path: Path) -> None:

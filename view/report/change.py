@@ -95,7 +95,7 @@ def changes(doc: Document) -> Plot | None:
         top = svg.TOP + 22 * row
         left, right = sorted((x(0.0), x(value)))
         about = f"{units.clean(change.get('what'), 200)}: {_signed(value)}"
-        parts.append(svg.text(_NAMES + 20, top + 14, units.shorten(change.get("what"), 23), "end"))
+        parts.append(svg.text(_NAMES + 20, top + 14, units.shorten(change.get("what"), 21), "end"))
         parts.append(svg.rect(left, top + 2, right - left, 17, "f1 edge" if value > 0 else "f2 edge", about))
     axes = svg.axes(x, svg.Scale(0, 1, height - svg.BOTTOM, svg.TOP), "change of a step", "")
     drawing = svg.svg(axes, *parts, about="changes along the critical path", height=height)

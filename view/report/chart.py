@@ -81,7 +81,7 @@ def stacked_bars(
     keys, room = svg.legend(sorted(used.items()), height + 16) if used else (Html(""), 0.0)
     high = max(sum(value for _, value, _ in pieces) for _, pieces in bars) or 1.0
     ticks = [t for t in svg.nice_ticks(high, 3) if t <= high * 1.0001] or [0.0]
-    x = svg.Scale(0, high, svg.LEFT, svg.WIDTH - svg.RIGHT - 10, ticks=[(t, show(t) if t else "0") for t in ticks])
+    x = svg.Scale(0, high, svg.LEFT, svg.WIDTH - svg.RIGHT - 18, ticks=[(t, show(t) if t else "0") for t in ticks])
     y = svg.Scale(0, 1, height - svg.BOTTOM, svg.TOP)
     parts: list[Html] = []
     for row, (label, pieces) in enumerate(bars):

@@ -146,6 +146,12 @@ def _points_table(points: Sequence[Mapping[str, Any]]) -> Table:
     return Table(columns, raw, shown)
 
 
+def _limit(x: svg.Scale, y: svg.Scale, limit_GB: float) -> Html:
+    """A dashed line, named below it, where the top of the plot leaves room."""
+    words = svg.text(x.end, y(limit_GB) + 14, f"limit {units.number(limit_GB)} GB", "end", "halo")
+    return join(svg.line([(x.start, y(limit_GB)), (x.end, y(limit_GB))], "mark"), words)
+
+
 def throughput(doc: Document) -> Plot | None:
     """Tokens per second and GPU (or MFU where there are no tokens) over cluster size."""
     chosen, _ = best_points(doc)
@@ -202,7 +208,7 @@ def memory(doc: Document) -> Plot | None:
     marks = [
         svg.point(x(s), y(v / 1e9), "f7", f"{units.number(s)} GPUs: {units.size(v)}", _shape(p)) for s, v, p in known
     ]
-    ceiling = svg.line([(x.start, y(limit / 1e9)), (x.end, y(limit / 1e9))], "mark") if limit else None
+    ceiling = _limit(x, y, limit / 1e9) if limit else None
     path = svg.line([(x(s), y(v / 1e9)) for s, v, _ in known], "s7 line")
     drawing = svg.svg(
         svg.axes(x, y, "GPUs", "memory a GPU"), ceiling, path, *marks, about="memory a GPU over cluster size"

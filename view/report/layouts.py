@@ -58,7 +58,7 @@ def layouts(doc: Document) -> Plot | None:
         about = terminal.layout_text(candidate.get("layout"))
         pieces = [(colours.get(t, 0), v, f"{about}: {t} {units.seconds(v)}") for t, v in parts.items() if v > 0]
         bars.append((f"#{place}", pieces))
-    drawing = stacked_bars(bars, used, "", "step time", units.seconds)
+    drawing = stacked_bars(bars, used, "", "step time by the estimate", units.seconds)
     return Plot("layouts", "Fastest layouts", drawing, _table(found, terms))
 
 

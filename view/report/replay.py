@@ -130,7 +130,7 @@ def stragglers(doc: Document) -> Plot | None:
         )
         for rank, wait in late[:MOST_BARS]
     ]
-    drawing = stacked_bars(bars, {}, "rank", f"how long the others wait for it{step}, on average", units.duration)
+    drawing = stacked_bars(bars, {}, "rank", f"the others wait for it{step} (mean)", units.duration)
     return Plot("stragglers", "Who made others wait", drawing, Table(heads, raw, shown))
 
 
@@ -147,7 +147,7 @@ def path_strip(doc: Document) -> Plot | None:
         return None
     begin, length = min(s for s, _, _ in known), max(s + d for s, d, _ in known) - min(s for s, _, _ in known)
     ticks = [(t, units.duration(t) if t else "0") for t in svg.nice_ticks(length, 3) if t <= length]
-    x = svg.Scale(0, length, 10, svg.WIDTH - 10, ticks=ticks)
+    x = svg.Scale(0, length, 10, svg.WIDTH - 26, ticks=ticks)
     strip = []
     for start, end, kind in _runs(known, length / 900):
         left, right = x(start - begin), x(end - begin)

@@ -50,6 +50,8 @@ _PLOTS: tuple[Draw, ...] = (
 _ONE_LAYOUT = (
     "One layout was tried at each size; scaletrace search CAPTURE --gpus N compares others, and --layout asks for one."
 )
+_PARTS = ("exposed_comm", "overlapped_comm")
+"""Parts of a step whose names are keys."""
 MOST_OPEN = 12
 """Rows of a table that stands open; longer ones open on demand."""
 _FRAME = ("schema", "scaletrace_version", "input", "health")
@@ -148,11 +150,7 @@ def _facts(doc: Document) -> Html:
         if key in _FRAME or key in _drawn(doc) or key in _TOLD or value is None or value in ([], {}):
             continue
         if isinstance(value, Mapping) and not any(isinstance(v, Mapping) or rows(v) for v in value.values()):
-            text = ", ".join(
-                f"{named(str(k), str(key))} {_nested(str(k), v, str(key))}"
-                for k, v in list(value.items())[:40]
-                if v is not None
-            )
+            text = _group(str(key), value)
         elif isinstance(value, list) and not rows(value):
             text = ", ".join(shown_value(str(key), v) for v in value[:40])
         elif isinstance(value, Mapping | list):
@@ -160,8 +158,18 @@ def _facts(doc: Document) -> Html:
         else:
             text = shown_value(str(key), value)
         if text:
-            found += [tag("dt", named(str(key))), tag("dd", text)]
+            found += [tag("dt", named(str(key), schema_of(doc))), tag("dd", text)]
     return tag("dl", *found) if found else Html("")
+
+
+def _group(group: str, values: Mapping[Any, Any], most: int = 40) -> str:
+    """The values of a group by name; what is not known is left out."""
+    parts = []
+    for key, value in list(values.items())[:most]:
+        if value is not None:
+            name = named(str(key), group)
+            parts.append(f"{name}{':' * name.isdigit()} {_nested(str(key), value, group)}")
+    return ", ".join(parts)
 
 
 def _nested(key: str, value: Any, group: str) -> str:
@@ -217,7 +225,9 @@ def _shown_nested(key: str, value: Any) -> str:
     if key == "layout":
         return terminal.layout_text(value)
     if isinstance(value, Mapping) and num(value) is None:
-        return ", ".join(f"{named(str(k), key)} {_nested(str(k), v, key)}" for k, v in list(value.items())[:12])
+        return _group(key, value, 12)
+    if key == "what" and value in _PARTS:
+        return named(str(value))
     return _nested(key, value, "")
 
 

@@ -78,6 +78,10 @@ _NAMES = {
     "estimate_error.low": "from",
     "estimate_error.high": "to",
     "estimate_error.confirmed": "layouts replayed",
+    "memory.bytes": "needs",
+    "whatif.before_ns": "window before",
+    "whatif.after_ns": "window after",
+    "whatif.change_ns": "change of the window",
     "measured.error": "error of the replay",
     "measured.replayed_step_time_s": "replayed step",
 }

@@ -205,9 +205,9 @@ def rank_memory(
     layers = model.layers / layout.stages
     working = 0.0
     if layout.recompute == "full":
-        working = layer_activation_bytes(
-            model, replace(layout, recompute="none"), tokens, layout.seq, states.activation, states.fused
-        )
+        whole = replace(layout, recompute="none")
+        working = layer_activation_bytes(model, whole, tokens, layout.seq, states.activation, states.fused)
+        working = max(0.0, working - layer)  # the input of the layer that is made again is kept already
     # Outside the layers (2205.05198, section 4.3): the mask of the dropout behind the embedding, inputs of norm and head.
     width = tokens * model.hidden / (layout.tp if layout.sp else 1)
     mask = width if embeds and model.family == "gpt" else 0.0

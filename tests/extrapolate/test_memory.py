@@ -112,9 +112,9 @@ def test_the_fullest_rank_of_a_pipeline_is_found() -> None:
         # 5 a s / h = 106.67 more sbh a layer where scores are kept
         ("tp=1", False, 48 * (34 * 12_582_912 + 5 * 64 * 2048 * 2048) + 12_582_912),
         ("tp=1,recompute=selective", False, 48 * 34 * 12_582_912 + 12_582_912),
-        # each layer's input, and one layer in full while it runs again
-        ("tp=1,recompute=full", True, 48 * 2 * 12_582_912 + 12_582_912 + 34 * 12_582_912),
-        ("tp=8,sp=1,recompute=full", True, (48 * 2 + 1 + 34) * 1_572_864),
+        # each layer's input, and of one layer that runs again all else (its input, 2 sbh of the 34, is among them)
+        ("tp=1,recompute=full", True, 48 * 2 * 12_582_912 + 12_582_912 + 32 * 12_582_912),
+        ("tp=8,sp=1,recompute=full", True, (48 * 2 + 1 + 32) * 1_572_864),
         # sbh · (10 + 24 / t) without, 34 sbh / t with sequence parallelism
         ("tp=8", True, 48 * 13 * 12_582_912 + 12_582_912),
         ("tp=8,sp=1", True, 48 * 34 * 1_572_864 + 1_572_864),
@@ -124,7 +124,7 @@ def test_the_fullest_rank_of_a_pipeline_is_found() -> None:
         ("tp=8,sp=1,pp=8,microbatches=32,schedule=GPipe", True, 32 * 6 * 34 * 1_572_864 + 32 * 1_572_864),
         # interleaved: 1 + (p - 1) / (p m) as much, here 31 / 24
         ("tp=8,sp=1,pp=8,chunks=3,microbatches=32", True, 62 * 34 * 1_572_864 + 16_252_928),
-        ("tp=8,sp=1,pp=8,microbatches=32,recompute=full", True, (48 * 2 + 8 + 34) * 1_572_864),
+        ("tp=8,sp=1,pp=8,microbatches=32,recompute=full", True, (48 * 2 + 8 + 32) * 1_572_864),
         ("cp=4", True, (48 * 34 + 1) * 12_582_912 // 4),
     ],
 )
@@ -134,6 +134,14 @@ def test_activations_of_the_first_rank_are_korthikantis(layout: str, fused: bool
     asked = replace(base, mbs=1, seq=2048, microbatches=base.microbatches or 1)
 
     assert activations == rank_memory(GPT, asked, 0, StateBytes(fused=fused)).activations
+
+
+def test_checkpointing_the_only_layer_takes_no_more_than_keeping_it() -> None:
+    """What runs again is all that was kept: one layer gains nothing by it, and loses nothing."""
+    one, layout = replace(GPT, layers=1), Layout.parse("dp=2,mbs=1,microbatches=1,seq=2048")
+    full = rank_memory(one, replace(layout, recompute="full"), 0).activations
+
+    assert rank_memory(one, layout, 0).activations == full
 
 
 @pytest.mark.parametrize(("schedule", "rank"), [("1F1B", 3), ("ZBVZeroBubble", 0)])

@@ -121,8 +121,26 @@ def build(job: Job, options: BuildOptions | None = None) -> Built:
     if cyclic:
         health.dropped["edges that close a cycle"] += cyclic
         draft.contradict(EdgeSource.MATCH, 0, cyclic)
+    _tell_missing_marks(job, health)
     quality = _quality(draft, nodes, residual, [trace.rank for trace in job.ranks], sliced)
     return Built(graph, _with_steps(graph, measured), quality, job, health)
+
+
+def _tell_missing_marks(job: Job, health: Health) -> None:
+    """Count the marks of steps that some ranks have and others lack: their step times are of different steps."""
+    marked = {trace.rank: {step.number for step in trace.steps} for trace in job.ranks}
+    every = set().union(*marked.values())
+    lacking = {rank: sorted(every - own) for rank, own in marked.items() if every - own}
+    if not lacking:
+        return
+    health.unmatched["marks of steps that other ranks have"] += sum(map(len, lacking.values()))
+    rank, numbers = next(iter(lacking.items()))
+    steps = f"step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:4]))}{', …' * (len(numbers) > 4)}"
+    more = f", and {len(lacking) - 1} more ranks lack marks" if len(lacking) > 1 else ""
+    health.note(
+        f"rank {rank} has no mark for {steps} of other ranks{more}: the step time is the mean of the steps that each rank "
+        "marked, with those between them"
+    )
 
 
 def _add_groups(draft: Draft, job: Job) -> dict[int, int]:

@@ -26,7 +26,8 @@ NEVER = np.iinfo(np.int64).min
 @dataclass(frozen=True, slots=True)
 class StepWindow:
     """What of each rank's time is counted: ranks, low_ns, high_ns and steps, int64[r]; rank ranks[i] does steps[i] whole
-    steps from low_ns[i] to high_ns[i]. each_ns int64[r, k]: every counted step where all ranks have k, else [0, 0]."""
+    steps from low_ns[i] to high_ns[i], those among them included that only other ranks marked. each_ns int64[r, k]: every
+    counted step where all ranks have k and marked them, else [0, 0]."""
 
     ranks: IntArray
     low_ns: IntArray
@@ -107,6 +108,7 @@ def step_window(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> StepWindo
         ranks, table = _ends(graph, end_ns, tuple(kind for kind in NodeKind if kind != NodeKind.RENDEZVOUS))
     numbered = bool((table[:, 1:] > NEVER).any())
     table = table[:, 1:] if numbered else table
+    table = table[:, (table > NEVER).any(axis=0)]
     done = table > NEVER
     count = done.sum(axis=1)
     several = count > 1 if (count > 1).any() else count > 0
@@ -115,11 +117,14 @@ def step_window(graph: Graph, start_ns: IntArray, end_ns: IntArray) -> StepWindo
         none = np.zeros(0, np.int64)
         return StepWindow(none, none, none, none, np.zeros((0, 0), np.int64))
     last = np.where(done, table, NEVER).max(axis=1)
-    if count[0] > 1 or (count > 1).any():
-        first = table[np.arange(len(ranks)), done.argmax(axis=1)]
-        same = len(np.unique(count)) == 1
+    if (count > 1).any():
+        opening = done.argmax(axis=1)
+        first = table[np.arange(len(ranks)), opening]
+        # a step that only this rank has no mark for was done all the same
+        steps = done.shape[1] - 1 - done[:, ::-1].argmax(axis=1) - opening
+        same = len(np.unique(count)) == 1 and bool((steps == count - 1).all())
         each = np.diff(table[done].reshape(len(ranks), -1), axis=1) if same else np.zeros((0, 0), np.int64)
-        return StepWindow(ranks, first, last, count - 1, each)
+        return StepWindow(ranks, first, last, steps, each)
     opens = np.array([_first_start(graph, start_ns, int(rank), numbered) for rank in ranks], np.int64)
     return StepWindow(ranks, opens, last, count, (last - opens)[:, None])
 

@@ -57,6 +57,14 @@ def test_ranks_that_began_apart_do_not_lengthen_the_step() -> None:
     assert [200, 300] == _times(_chain(100, 200, 300, ranks=4, late_ns=70))
 
 
+def test_a_step_that_one_rank_lost_the_mark_of_counts_there_too() -> None:
+    """500 ns from the first mark to the third are two steps where another rank marked the one between."""
+    graph = _chain(100, 200, 300, ranks=2)
+    graph.step[4] = -1
+
+    assert [250] == _times(graph)
+
+
 def test_without_steps_the_window_of_each_rank_is_one() -> None:
     """Everything from its first start to its last end."""
     graph = _chain(100, 200, 300)

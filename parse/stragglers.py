@@ -22,7 +22,7 @@ import numpy as np
 from scaletrace.parse.cats import KERNEL_CATS
 from scaletrace.parse.clocks import UNBOUNDED
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, IntArray
-from scaletrace.parse.job import KINDS, SYNCHRONISING, Job, RankTrace
+from scaletrace.parse.job import KINDS, SYNCHRONISING, Clock, Job, RankTrace
 from scaletrace.parse.match_device import communication_kernels
 from scaletrace.parse.members import KIND
 from scaletrace.parse.pace import slower_ns
@@ -49,6 +49,8 @@ class RankShare:
                     beyond the same ones of other ranks where nothing runs beside them, whichever is more
     transfer_excess_ns  transfer time beyond that of sister groups
     cause           "computes longer", "launches later", "transfers longer", or "" where the rank stands out in nothing
+    clock_doubt_ns  how far a wait for it may be off because clocks of hosts are known no better; 0 where no clock takes
+                    part or all ranks have one, None where nothing bounds it
     """
 
     rank: int
@@ -60,6 +62,7 @@ class RankShare:
     extra_compute_ns: int
     transfer_excess_ns: int
     cause: str = ""
+    clock_doubt_ns: int | None = 0
 
 
 def straggler_summary(job: Job) -> tuple[RankShare, ...]:
@@ -74,7 +77,7 @@ def straggler_summary(job: Job) -> tuple[RankShare, ...]:
     excess = _link_excess(job)
     compute = {trace.rank: _compute_ns(trace) // steps for trace in job.ranks}
     stage = _stages(job)
-    slower = slower_ns(job)
+    slower, doubt = slower_ns(job), clock_doubt_ns(job)
     rows = []
     for trace in job.ranks:
         rank = trace.rank
@@ -91,6 +94,7 @@ def straggler_summary(job: Job) -> tuple[RankShare, ...]:
             if peers
             else 0,
             excess[rank] // steps,
+            clock_doubt_ns=doubt[rank],
         )
         rows.append(replace(row, cause=_cause(row, float(np.median(less)) if less else 0.0, step_ns)))
     return tuple(sorted(rows, key=lambda row: (not row.cause, -row.delay_ns, row.rank)))
@@ -190,6 +194,37 @@ def _own_waits(job: Job, rows: IntArray, first: IntArray, of: IntArray) -> tuple
     earlier = np.clip(np.maximum.reduceat(start, first)[of] - start, 0, dur)
     wait = np.where(by_duration, longer, earlier)
     return wait, np.flatnonzero(np.where(by_duration, longer == 0, start == np.maximum.reduceat(start, first)[of]))
+
+
+def clock_doubt_ns(job: Job) -> dict[int, int | None]:
+    """By rank, how far the clocks leave open when the others waited for it (RankShare.clock_doubt_ns).
+
+    Only starts on the host are compared across clocks: the doubt is half the rank's interval and the widest half among
+    those that it meets.
+    """
+    c = job.collectives
+    rows = np.flatnonzero(np.isin(c.kind, _SYNC) & c.matched & ~_across_stages(job))
+    timed = set()
+    for trace in job.ranks:
+        event = c.event[rows[c.rank[rows] == trace.rank]]
+        if len(event) and not trace.events.in_cats(*KERNEL_CATS)[event[event >= 0]].all():
+            timed.add(trace.rank)
+    half = {rank: _half_width_ns(job.clocks[rank]) for rank in timed}
+    out: dict[int, int | None] = dict.fromkeys((trace.rank for trace in job.ranks), 0)
+    for rank, own in half.items():
+        others = [one for other, one in half.items() if other != rank]
+        known = [one for one in others if one is not None]
+        out[rank] = None if own is None or (others and not known) else own + max(known, default=0)
+    return out
+
+
+def _half_width_ns(clock: Clock) -> int | None:
+    """Half the interval of an offset: 0 for the clock that others are set to and one shared with it, None: no bounds."""
+    if clock.source in ("reference", "same host"):
+        return 0
+    if clock.source == "unaligned" or clock.high_ns >= UNBOUNDED or clock.low_ns <= -UNBOUNDED:
+        return None
+    return (clock.high_ns - clock.low_ns + 1) // 2
 
 
 def _covered(start: IntArray, end: IntArray) -> int:

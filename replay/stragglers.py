@@ -42,6 +42,7 @@ class Straggler:
                     wait are stalls of a device that another process shares, which only the graph tells
     ends_last      whether the window ends with this rank's work
     then_rank      whose work leads most of the critical path once this rank keeps pace; -1 where it was not asked
+    clock_doubt_ns  how far a measured wait may be off because of the clocks (parse.stragglers), None where nothing bounds it
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Straggler:
     cause: str = ""
     ends_last: bool = False
     then_rank: int = -1
+    clock_doubt_ns: int | None = 0
 
     def to_json(self) -> dict[str, Any]:
         """As in `replay --json`; then_rank is None where it was not asked."""
@@ -118,6 +120,7 @@ def judged(timeline: Timeline, job: Job) -> list[Straggler]:
                 each_waited_ns=each,
                 each_shorter_ns=one.shorter_by_ns // steps,
                 cause=cause,
+                clock_doubt_ns=share.clock_doubt_ns if share else None,
             )
         )
     out = [replace(one, ends_last=one.rank == last) for one in out]

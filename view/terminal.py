@@ -95,6 +95,8 @@ def replay_headline(doc: Document) -> str:
 
 _STANDS_OUT = 0.02
 """A rank is named in the headline when its peers' pace would save this share of the time."""
+_LATE = 0.05
+"""Share of a step that others wait for a rank that gets a verdict."""
 
 
 def _steps_phrase(doc: Document, steps: Sequence[Document]) -> str:
@@ -129,8 +131,19 @@ def _straggler_phrase(doc: Document, steps: int, by_step: bool) -> str | None:
     if saves and awaited is not worst:
         said.append(_saving_phrase(worst, steps, step, awaited is not None))
     if not said:
-        return "no rank stands out"
+        return "no rank stands out" + _clocks_phrase(ranks, _LATE * length / steps)
     return "; ".join(said) + ("; one step says little about which rank is slow" if by_step and steps == 1 else "")
+
+
+def _clocks_phrase(ranks: Sequence[Document], least_ns: float) -> str:
+    """How far the waits may be off where the clocks of hosts leave at least so much open; an older answer does not tell."""
+    doubts = [item["clock_doubt_ns"] for item in ranks if "clock_doubt_ns" in item]
+    if None in doubts:
+        return " (clocks of hosts can't be compared, so another rank may be late)"
+    widest = max(filter(units.is_number, doubts), default=0)
+    if not 0 < widest >= least_ns:
+        return ""
+    return f" (±{units.duration(widest)}, as clocks of hosts are known no better: another rank may be late)"
 
 
 def waited_ns(item: Document, steps: int) -> float:
@@ -150,6 +163,7 @@ def _awaited_phrase(item: Document, steps: int, step: str, length: float) -> str
     words = f"rank {item['rank']} {units.clean(item['cause'], 40)}"
     if wait := waited_ns(item, steps):
         words += f", the others wait {units.duration(wait)}{step} for it on average"
+        words += _clocks_phrase([item], wait / 2)
     saved = item.get("shorter_by_ns") or 0
     gain = units.duration(saved_ns(item, steps)) if saved > 0 else "nothing"
     if not length:
@@ -169,7 +183,7 @@ def _saving_phrase(item: Document, steps: int, step: str, another: bool) -> str:
     """The rank whose peers' pace would save most although another one, or none, was waited for, with the reason."""
     saved = units.duration(saved_ns(item, steps))
     if wait := waited_ns(item, steps):
-        why = f"the others wait {units.duration(wait)}{step} for it on average"
+        why = f"the others wait {units.duration(wait)}{step} for it on average{_clocks_phrase([item], wait / 2)}"
     elif item.get("ends_last"):
         why = "nobody waits for it, but its work behind the last collective ends the window"
     else:

@@ -138,6 +138,25 @@ def test_headline_tells_who_was_waited_for_from_who_costs(
     assert expected == said[0].upper() + said[1:]
 
 
+@pytest.mark.parametrize(
+    ("doubt", "expected"),
+    [
+        (0, "80 ns a step for it on average;"),
+        (39, "80 ns a step for it on average;"),
+        (40, "on average (±40 ns, as clocks of hosts are known no better: another rank may be late);"),
+        (None, "on average (clocks of hosts can't be compared, so another rank may be late);"),
+    ],
+)
+def test_headline_says_where_clocks_leave_open_who_was_late(doubt: int | None, expected: str) -> None:
+    """From a doubt on that is as wide, on both sides together, as the wait."""
+    late = _late(3, 80, 100, cause="computes longer") | {"clock_doubt_ns": doubt}
+    rows = [{"step": n, "measured_ns": 500, "replayed_ns": 500, "error": 0.0} for n in range(2)]
+
+    assert expected in terminal.replay_headline(
+        {"steps": rows, "stragglers": [late], "critical_path": {"length_ns": 1000}}
+    )
+
+
 def test_replay_prints_every_part_within_80_columns() -> None:
     """All tables of the answer are there and no line is wider than a terminal."""
     text = printed(*terminal.replay_tables(REPLAY))

@@ -105,3 +105,19 @@ def test_fastest_layouts_by_size_stand_only_where_several_were_tried() -> None:
 
     assert ("Fastest layout by size" in one, "scaletrace search CAPTURE" in one) == (False, True)
     assert ("Fastest layout by size" in several, "scaletrace search CAPTURE" in several) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "shown"), [(16e9, (">limit 80 GB<", ">80 GB<")), (13e6, (">memory a GPU, of 80 GB<", ">15 MB<"))]
+)
+def test_memory_is_drawn_beside_its_limit_unless_it_would_look_like_nothing(
+    memory_bytes: float, shown: tuple[str, str]
+) -> None:
+    """A few megabytes have an axis of their own that names the limit."""
+    answer = curve_answer() | {"memory_limit_bytes": 80e9}
+    for point in answer["points"]:
+        point["memory_bytes"] = memory_bytes
+    plot = curve.memory(answer)
+
+    assert plot is not None
+    assert [True, True] == [words in plot.drawing for words in shown]

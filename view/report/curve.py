@@ -17,6 +17,11 @@ _SHAPES = {"measured": "circle", "interpolated": "square", "extrapolated": "diam
 """Shape of a point by where its number comes from."""
 
 
+_NEAR_LIMIT = 0.05
+"""Share of the limit from which memory is drawn beside it; less would lie on the axis and look like nothing."""
+_MEMORY_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
 def best_points(doc: Document) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """(the fastest point of each size in order of size, the others); points without size or time are left out."""
     usable = [
@@ -146,10 +151,10 @@ def _points_table(points: Sequence[Mapping[str, Any]]) -> Table:
     return Table(columns, raw, shown)
 
 
-def _limit(x: svg.Scale, y: svg.Scale, limit_GB: float) -> Html:
-    """A dashed line, named below it, where the top of the plot leaves room."""
-    words = svg.text(x.end, y(limit_GB) + 14, f"limit {units.number(limit_GB)} GB", "end", "halo")
-    return join(svg.line([(x.start, y(limit_GB)), (x.end, y(limit_GB))], "mark"), words)
+def _limit(x: svg.Scale, y: svg.Scale, at: float, words: str) -> Html:
+    """A dashed line, named below it."""
+    line = svg.line([(x.start, y(at)), (x.end, y(at))], "mark")
+    return join(line, svg.text(x.end, y(at) + 14, f"limit {words}", "end", "halo"))
 
 
 def throughput(doc: Document) -> Plot | None:
@@ -204,13 +209,15 @@ def memory(doc: Document) -> Plot | None:
         return None
     limit = num(doc.get("memory_limit_bytes"))
     x = gpu_scale([size for size, _, _ in known])
-    y = up_scale(max([v for _, v, _ in known] + ([limit] if limit else [])) / 1e9, lambda t: f"{units.number(t)} GB")
+    most = max(v for _, v, _ in known)
+    drawn = limit if limit and most >= _NEAR_LIMIT * limit else None
+    scale, unit = next((pair for pair in _MEMORY_UNITS if most >= pair[0]), _MEMORY_UNITS[-1])
+    y = up_scale(max(most, drawn or 0) / scale, lambda t: f"{units.number(t)} {unit}")
     marks = [
-        svg.point(x(s), y(v / 1e9), "f7", f"{units.number(s)} GPUs: {units.size(v)}", _shape(p)) for s, v, p in known
+        svg.point(x(s), y(v / scale), "f7", f"{units.number(s)} GPUs: {units.size(v)}", _shape(p)) for s, v, p in known
     ]
-    ceiling = _limit(x, y, limit / 1e9) if limit else None
-    path = svg.line([(x(s), y(v / 1e9)) for s, v, _ in known], "s7 line")
-    drawing = svg.svg(
-        svg.axes(x, y, "GPUs", "memory a GPU"), ceiling, path, *marks, about="memory a GPU over cluster size"
-    )
+    ceiling = _limit(x, y, drawn / scale, units.size(drawn)) if drawn else None
+    path = svg.line([(x(s), y(v / scale)) for s, v, _ in known], "s7 line")
+    name = f"memory a GPU, of {units.size(limit)}" if limit and not drawn else "memory a GPU"
+    drawing = svg.svg(svg.axes(x, y, "GPUs", name), ceiling, path, *marks, about="memory a GPU over cluster size")
     return Plot("memory", "Memory a GPU", drawing, Table(["GPUs", "memory_bytes"], [[s, v] for s, v, _ in known]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from typing import Annotated
 
@@ -56,6 +57,9 @@ def _register() -> None:
 
 def main() -> None:
     """Entry point of the `scaletrace` script; an unforeseen error is reported without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names that the terminal's encoding can't show
     try:
         _register()
         app()

@@ -6,19 +6,30 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from scaletrace import __version__
 from scaletrace.errors import ScaletraceError, UsageError
 
+_CONTROLS = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_NO_TEXT = {code: ascii(chr(code))[1:-1] for code in _CONTROLS}
+"""Characters that a terminal obeys (control, change of direction), and how they are shown: names come from anyone."""
+
 
 class _Console(Console):
-    """A console whose reader may stop reading, as `| head` does."""
+    """A console that shows control characters instead of sending them, and whose reader may stop, as `| head` does."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of anything printed; what styles and cursors need is kept, since it is no text."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control or text.isprintable() else Segment(text.translate(_NO_TEXT), style)
 
     def on_broken_pipe(self) -> None:
         """End quietly; what was asked for was printed."""
@@ -27,7 +38,7 @@ class _Console(Console):
 
 
 out = _Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+err = _Console(stderr=True, highlight=False)
 
 
 def document(schema: str, source: str, health: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -59,6 +70,8 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+LONGEST_LINE = 2000
+"""Characters of an error that are shown: reason first, remedy last, and a name of any length between."""
 STOPPED = 130
 """What shells say of a program that Ctrl-C ended: 128 and the number of the signal."""
 
@@ -97,7 +110,10 @@ def _in_words(error: OSError | RecursionError | MemoryError) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape Rich markup and control characters, since file and event names are untrusted."""
+    """One line with Rich's markup escaped, since file and event names are untrusted; its middle goes where it is long."""
     from rich.markup import escape
 
-    return escape("".join(c if c.isprintable() else " " for c in text))
+    line = "".join(c if c.isprintable() else " " for c in text)
+    if len(line) > LONGEST_LINE:
+        line = f"{line[: LONGEST_LINE * 2 // 3]} … {line[-LONGEST_LINE // 3 :]}"
+    return escape(line)

@@ -76,7 +76,8 @@ def extrapolate(
         sizes, shown = _sizes(gpus, "--gpus"), _sizes(timelines, "--timelines") if timelines else []
         evidence, unread = _nccl_tests(nccl_tests or [])
         options = _options(given) | {"sizes": sizes, "evidence": evidence}
-        spare([path, cluster, recorded_on, *(one.partition(":")[2] or one for one in nccl_tests or [])], output)
+        evidence_files = (one.partition(":")[2] or one for one in nccl_tests or [])
+        spare([path, cluster, recorded_on, price, *evidence_files], output, *(_drawn(output, size) for size in shown))
         built = build(read_job(path))
         with progress("stretching the job", err):
             curve = stretch(built, **options)
@@ -126,7 +127,7 @@ def _sizes(text: str, option: str) -> list[int]:
     from scaletrace.errors import UsageError
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    wrong = [part for part in parts if not part.isdigit() or not 1 <= int(part) <= MOST_GPUS]
+    wrong = [part for part in parts if not part.isdecimal() or len(part) > 18 or not 1 <= int(part) <= MOST_GPUS]
     if wrong or not parts:
         raise UsageError(
             f"{option}: sizes are whole numbers from 1 to {MOST_GPUS:,} as in 16,64,256, got {wrong[0] if wrong else text!r}"
@@ -211,9 +212,14 @@ def _write(answer: dict[str, Any], curve: ScalingCurve, output: Path, shown: lis
     for size in shown:
         from scaletrace.view.perfetto import write_timeline
 
-        target = output.with_name(f"{output.stem}_{size}.pftrace")
+        target = _drawn(output, size)
         write_timeline(target, curve.timeline(size))
-        err.print(f"predicted timeline of {size} ranks: {target}")
+        err.print(f"predicted timeline of {size} ranks: {target}", markup=False)
+
+
+def _drawn(output: Path, size: int) -> Path:
+    """Where the predicted timeline of a size goes."""
+    return output.with_name(f"{output.stem}_{size}.pftrace")
 
 
 def _show(answer: dict[str, Any], output: Path, priced: bool) -> None:
@@ -227,7 +233,7 @@ def _show(answer: dict[str, Any], output: Path, priced: bool) -> None:
         out.print(line, markup=False)
     for line in _beside(answer):
         out.print(line, markup=False)
-    out.print(f"written to {output}")
+    out.print(f"written to {output}", markup=False)
 
 
 def _priceless(answer: dict[str, Any]) -> list[str]:

@@ -251,7 +251,7 @@ def show(answer: dict[str, Any]) -> None:
             if about:
                 out.print(about)
     if answer["layers"]["why_not"]:
-        out.print(f"layers   none found: {answer['layers']['why_not']}")
+        out.print(f"layers   none found: {answer['layers']['why_not']}", markup=False)
     memory = answer["memory"]
     if memory.get("measured_bytes"):
         of = f" ({memory['measured_of']})" if memory["measured_of"] != "device" else ""

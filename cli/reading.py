@@ -70,6 +70,12 @@ def reads_captures(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+def also_read() -> list[str]:
+    """The files that reading options of the running command name: axes and kernel rules."""
+    given = _GIVEN.get()
+    return [str(path) for path in (given.get("axes"), *(given.get("kernel_rules") or ())) if path is not None]
+
+
 def read_job(path: str) -> Job:
     """The job at `path`, read with the options of the running command; a progress bar shows after two seconds."""
     from scaletrace.parse.limits import Limits

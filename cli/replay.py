@@ -63,7 +63,7 @@ def parse_ranks(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         low, _, high = part.strip().partition("-")
-        if not low.isdigit() or (high and not high.isdigit()):
+        if not low.isdecimal() or (high and not high.isdecimal()) or len(part) > 40:
             raise UsageError(f"--ranks: whole numbers and ranges as in 0,3,8-15, got {part!r}")
         first, last = int(low), int(high or low)
         if not first <= last < 1 << 20:

@@ -106,7 +106,8 @@ def _show(answer: dict[str, Any], health: dict[str, Any], described: Described, 
     out.print(
         f"{len(answer['files'])} file{'s' * (len(answer['files']) != 1)} in {output}: {described.model.name}, {described.layout}, "
         f"world {answer['world_size']}, step {answer['step_time_s']:.4f} s, "
-        f"{answer['tokens_per_s_per_gpu']:.0f} tokens/s a GPU, MFU {answer['mfu']:.1%}"
+        f"{answer['tokens_per_s_per_gpu']:.0f} tokens/s a GPU, MFU {answer['mfu']:.1%}",
+        markup=False,
     )
     if answer["power_W_per_gpu"]:
         money = answer["money_per_million_tokens"]
@@ -117,7 +118,7 @@ def _show(answer: dict[str, Any], health: dict[str, Any], described: Described, 
     for fault in answer["faults"]:
         out.print(f"injected: {fault}", markup=False)
     for note in health["notes"]:
-        out.print(f"note: {note}")
+        out.print(f"note: {note}", markup=False)
 
 
 _ZERO = re.compile(r"(?:^|[ ,])(?!zero|sp)([a-z_]+)=0+(?=$|[ ,])", re.IGNORECASE)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from scaletrace.cli.reading import also_read
 from scaletrace.errors import UsageError
 
 _ANSWERS = frozenset({".pftrace", ".html", ".graphml", ".png", ".svg", ".pdf"})
@@ -17,14 +18,15 @@ MOST_FILES = 200_000
 
 
 def spare(sources: Iterable[str], *targets: Path | None) -> None:
-    """Raise UsageError where a target is one of the sources, or a file of a folder among them that may be a trace.
+    """Raise UsageError where a target is one of the sources (or of the files that reading options name), or a file of
+    a folder among them that may be a trace.
 
     Links count as what they lead to. Sources that are no local files (URLs) have nothing to lose.
     """
     kept = [target for target in targets if target is not None and target.is_file()]
     if not kept:
         return
-    given = [path for source in sources for path in _local(source)]
+    given = [path for source in (*sources, *also_read()) for path in _local(source)]
     inputs = {_identity(path): path for source in given for path in _files(source)}
     for target in kept:
         if found := inputs.get(_identity(target)):

@@ -167,7 +167,7 @@ class Responder:
 def master() -> tuple[str, int] | None:
     """Where rank 0's host answers: MASTER_ADDR and MASTER_PORT of the job, None where the job has none."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    return (host, int(port)) if host and port and port.isdigit() and 0 < int(port) < 65536 else None
+    return (host, int(port)) if host and port and port.isdecimal() and 0 < int(port) < 65536 else None
 
 
 def as_json(probe: Probe | None) -> dict[str, Any] | None:

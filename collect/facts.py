@@ -79,11 +79,11 @@ def nics(root: Path = Path("/sys/class")) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in sorted(root.glob("net/*")):
         speed = _text(path / "speed")
-        if speed.isdigit() and _text(path / "operstate") == "up":
+        if speed.isdecimal() and _text(path / "operstate") == "up":
             found.append({"name": path.name, "rate_bps": int(speed) * 1_000_000, "kind": "ethernet"})
     for path in sorted(root.glob("infiniband/*/ports/*/rate")):
         number = _text(path).partition(" ")[0]
-        if number.replace(".", "", 1).isdigit():
+        if number.replace(".", "", 1).isdecimal():
             name = f"{path.parts[-4]}:{path.parts[-2]}"
             found.append({"name": name, "rate_bps": int(float(number) * 1e9), "kind": "infiniband"})
     return found

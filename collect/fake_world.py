@@ -258,7 +258,7 @@ def entry(number: int, one: Issued, seq: int, created_ns: int) -> dict[str, Any]
     sizes = len(one.input_sizes), len(one.output_sizes)
     return {
         "record_id": number,
-        "pg_id": int(one.group) if one.group.isdigit() else 0,
+        "pg_id": int(one.group) if one.group.isdecimal() else 0,
         "process_group": [one.group, one.description],
         "collective_seq_id": seq,
         "p2p_seq_id": 0,

@@ -47,7 +47,7 @@ class Place:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.strip().isdigit() else None
+    return int(text) if text is not None and text.strip().isdecimal() else None
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -80,7 +80,7 @@ def parse_list(text: str) -> frozenset[int]:
     ranks: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
-        if not low.isdigit() or (dash and not high.isdigit()) or (dash and int(high) < int(low)):
+        if not low.isdecimal() or (dash and not high.isdecimal()) or (dash and int(high) < int(low)):
             raise UsageError(f"ranks {text!r}: {part!r} is no rank or range; write all, classes, or a list as 0,4-7")
         if dash and int(high) - int(low) > 1_000_000:
             raise UsageError(f"ranks {text!r}: more than a million ranks in {part!r}")

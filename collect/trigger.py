@@ -43,7 +43,7 @@ class Trigger:
             return None
         self._done = stamp
         text = self._plan.read_text()
-        return int(text) if text.strip().isdigit() else None
+        return int(text) if text.strip().isdecimal() else None
 
     def _write_plan(self, completed: int, now: float) -> None:
         steps, seconds = completed - (self._began or (0, 0.0))[0], now - (self._began or (0, 0.0))[1]

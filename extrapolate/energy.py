@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from scaletrace.errors import UsageError
@@ -83,11 +82,16 @@ class Prices:
         return Prices(prices, _price(value.get("kwh", 0.0), where, "kwh"), overhead)
 
 
+_HIGHEST_PRICE = 1e12
+
+
 def _price(value: Any, where: str, name: str) -> float:
     """A number that a price can be."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
-    if not (isfinite(number) and number >= 0):
-        raise UsageError(f"{where}: {name} is {value!r}; a price is a number of 0 or more")
+    if not 0 <= number <= _HIGHEST_PRICE:
+        plain = isinstance(value, str | float | None) or (isinstance(value, int) and abs(value) < _HIGHEST_PRICE)
+        shown = repr(value)[:80] if plain else "not one"
+        raise UsageError(f"{where}: {name} is {shown}; a price is a number from 0 to {_HIGHEST_PRICE:g}")
     return float(number)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from scaletrace.parse.events import MISSING, Events
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Group, RankTrace
 from scaletrace.parse.limits import MOST_RANKS
+from scaletrace.parse.literals import compiled, whole
 from scaletrace.parse.small import read_yaml
 
 AXES = ("dp", "fsdp", "tp", "pp", "ep", "cp", "world")
@@ -168,7 +168,8 @@ def build_groups(said: Mapping[int, Sequence[Said]], world_size: int, health: He
 
 
 def _order(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdigit() else (2**31, name)
+    number = whole(name)
+    return (2**31, name) if number is None else (number, "")
 
 
 def _merge_names(
@@ -312,11 +313,14 @@ def override_axes(groups: Sequence[Group], path: Path) -> tuple[Group, ...]:
 def _selects(entry: Mapping[str, Any], group: Group, path: Path) -> bool:
     known = {"axis", "name", "description", "members", "stride", "size"}
     if unknown := set(entry) - known:
-        raise InputError(f"{path}: {sorted(unknown)} select nothing; use {', '.join(sorted(known - {'axis'}))}")
+        raise InputError(
+            f"{path}: {sorted(map(str, unknown))} select nothing; use {', '.join(sorted(known - {'axis'}))}"
+        )
+    pattern = compiled(str(entry.get("description", "")), f"{path}: description", error=InputError)
     return (
         ("name" not in entry or str(entry["name"]) == group.name)
-        and ("description" not in entry or re.search(str(entry["description"]), group.description) is not None)
-        and ("members" not in entry or json.dumps(entry["members"]) == json.dumps(list(group.members)))
+        and ("description" not in entry or pattern.search(group.description) is not None)
+        and ("members" not in entry or entry["members"] == list(group.members))
         and ("stride" not in entry or entry["stride"] == group.stride)
         and ("size" not in entry or entry["size"] == group.size)
     )

@@ -147,7 +147,7 @@ def _iterations(events: Events, rows: IntArray, partner: IntArray) -> IntArray:
         text = events.strings[code]
         if text.startswith("ProfilerStep"):
             digits = text.removeprefix("ProfilerStep").strip().removeprefix("#").strip()
-            number[code] = int(digits) if digits.isdigit() else MISSING
+            number[code] = int(digits) if digits.isdecimal() else MISSING
     start, end = events.ts_ns[rows], events.end_ns[rows]
     out = np.full(len(rows), MISSING, np.int64)
     for step in np.flatnonzero(number[events.name[rows]] != MISSING):

@@ -15,10 +15,13 @@ from scaletrace.errors import InputError
 from scaletrace.parse.cats import COPY_CATS, DEVICE_CATS, KERNEL_CATS, SET_CATS
 from scaletrace.parse.events import ByteArray, Events
 from scaletrace.parse.health import Health
+from scaletrace.parse.literals import compiled
 from scaletrace.parse.small import parse_yaml, read_small
 
 UNKNOWN = 0
 """Code of a name that no rule matches."""
+MOST_CLASSES = 256
+"""A class of an event is held in one byte."""
 
 _CANDIDATE = re.compile(
     r"all.?(reduce|gather|to.?all)|reduce.?scatter|broadcast_?kernel|send.?recv|\bcomm|dispatch|combine|p2p|peer",
@@ -81,16 +84,17 @@ def _parse(text: str, source: str) -> list[tuple[str, list[str]]]:
         ):
             raise InputError(f"{shape}; rule {number} is not of this form")
         for pattern in rule["any"]:
-            try:
-                re.compile(str(pattern))
-            except re.error as error:
-                raise InputError(f"{source}: rule {number}, pattern {pattern!r}: {error}") from error
+            compiled(str(pattern), f"{source}: rule {number}", error=InputError)
+        together = "|".join(f"(?:{pattern})" for pattern in rule["any"])
+        compiled(together, f"{source}: rule {number}, its patterns together", error=InputError)
         out.append((rule["class"], [str(pattern) for pattern in rule["any"]]))
     return out
 
 
 def _compile(rules: Sequence[tuple[str, list[str]]]) -> Rules:
     labels = ("unknown", *dict.fromkeys(label for label, _ in rules))
+    if len(labels) > MOST_CLASSES:
+        raise InputError(f"kernel rules: {len(labels):,} classes; use {MOST_CLASSES} at most")
     patterns = [
         (labels.index(label), re.compile("|".join(f"(?:{pattern})" for pattern in any_of), re.IGNORECASE))
         for label, any_of in rules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from scaletrace.errors import InputError, UsageError
+from scaletrace.errors import InputError
 from scaletrace.parse import clocks as clock_tools
 from scaletrace.parse.collectives import Table, join, match, members_of, uses
 from scaletrace.parse.completeness import check_completeness
@@ -24,6 +23,7 @@ from scaletrace.parse.health import Health
 from scaletrace.parse.job import SYNCHRONISING, Job, RankTrace
 from scaletrace.parse.kernels import Rules, load_rules
 from scaletrace.parse.limits import DEFAULT, MOST_RANKS, Limits
+from scaletrace.parse.literals import compiled
 from scaletrace.parse.manifest import bounds_in, expected_ranks, groups_in, hosts_in
 from scaletrace.parse.many import read_many
 from scaletrace.parse.match_pairs import one_way, pair_messages
@@ -98,10 +98,7 @@ def load(
 
 def _check_patterns(option: str, texts: Iterable[str]) -> None:
     for text in texts:
-        try:
-            re.compile(text)
-        except re.error as error:
-            raise UsageError(f"{option}: {text!r} is not a regular expression: {error}") from error
+        compiled(text, option)
 
 
 def _read(chosen: Capture, health: Health, strict: bool, how: Mapping[str, Any]) -> tuple[Capture, list[TraceFile]]:

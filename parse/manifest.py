@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
+from scaletrace.errors import InputError
 from scaletrace.parse.clocks import Bound
 from scaletrace.parse.groups import Said
+from scaletrace.parse.limits import MOST_RANKS
+from scaletrace.parse.literals import whole
 
 
 def expected_ranks(manifest: Mapping[str, Any]) -> tuple[int, ...]:
     """Ranks that should be there, written as a list or a count; () where the manifest does not say."""
     ranks = manifest.get("ranks")
     value = ranks.get("expected") if isinstance(ranks, Mapping) else manifest.get("world_size")
-    if is_int(value):
-        return tuple(range(value))
-    return tuple(numbers(value))
+    listed = [value] if is_int(value) else numbers(value)
+    if not all(0 <= one <= MOST_RANKS for one in listed):
+        raise InputError("manifest.json: it expects ranks that no job has; correct the file, or move it away")
+    return tuple(range(value)) if is_int(value) else tuple(listed)
 
 
 def is_int(value: Any) -> TypeGuard[int]:
@@ -59,7 +63,7 @@ def groups_in(manifest: Mapping[str, Any]) -> list[Said]:
     for group in mappings(manifest.get("groups")):
         start, stride, size = (group.get(key) for key in ("start", "stride", "size"))
         members = tuple(numbers(group.get("ranks")))
-        if not members and is_int(start) and is_int(stride) and is_int(size):
+        if not members and is_int(start) and is_int(stride) and is_int(size) and size <= MOST_RANKS:
             members = tuple(start + stride * k for k in range(size))
         if members:
             out.append(Said(str(group.get("name", "")), str(group.get("description", "")), members))
@@ -97,5 +101,5 @@ def _probes(value: Any, rank: int | None) -> Iterator[tuple[int, int, int]]:
     if rank is not None and isinstance(low, int) and isinstance(high, int) and low <= high:
         yield rank, low, high
     for key, inner in value.items():
-        numbered = int(key) if isinstance(key, str) and key.isdigit() else rank
-        yield from _probes(inner, numbered)
+        numbered = whole(key)
+        yield from _probes(inner, rank if numbered is None else numbered)

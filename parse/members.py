@@ -146,9 +146,14 @@ def parsed(text: str | None) -> Any:
     """The JSON list behind "Input Dims" and its like; an empty tuple where it can't be read."""
     try:
         value = json.loads(text) if text else ()
-    except ValueError:
+    except (ValueError, RecursionError):
         return ()
     return value if isinstance(value, list) else ()
+
+
+_MOST_ELEMENTS = 1 << 42
+"""No tensor has more; as many for each rank of the largest job still fit 64 bits."""
+_MOST_BYTES = 1 << 62
 
 
 def _count(dims: Any) -> int:
@@ -156,8 +161,10 @@ def _count(dims: Any) -> int:
     if not isinstance(dims, list):
         return 0
     if any(isinstance(part, list) for part in dims):
-        return sum(_count(part) for part in dims)
-    return prod(int(part) for part in dims) if dims else 0
+        return min(sum(_count(part) for part in dims), _MOST_ELEMENTS)
+    if not dims or not all(isinstance(part, int) and 0 <= part <= _MOST_ELEMENTS for part in dims):
+        return 0
+    return min(prod(dims), _MOST_ELEMENTS)
 
 
 _OUT_FIRST = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -184,13 +191,15 @@ def elements_of(kind: int, dims: Any, size: int) -> tuple[int, int]:
 
 def times(count: int, size_bytes: int) -> int:
     """count × size where both are known, else -1."""
-    return count * size_bytes if count >= 0 and size_bytes > 0 else 0 if count == 0 else -1
+    known = count > 0 and size_bytes > 0 and count * size_bytes <= _MOST_BYTES
+    return count * size_bytes if known else 0 if count == 0 else -1
 
 
 def concrete(text: str | None, index: int) -> int:
     """Integer at `index` of "Concrete Inputs", -1 where there is none."""
     values = parsed(text)
     try:
-        return int(values[index])
-    except (IndexError, TypeError, ValueError):
+        found = int(values[index])
+    except (IndexError, TypeError, ValueError, OverflowError):
         return -1
+    return found if abs(found) <= _MOST_ELEMENTS else -1

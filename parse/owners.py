@@ -62,7 +62,7 @@ def _by_tag(events: Events) -> IntArray | None:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def _pids(events: Events) -> tuple[list[int | str], IntArray]:

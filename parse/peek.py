@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletrace.errors import InputError
+from scaletrace.parse.literals import whole
 from scaletrace.parse.sniff import describe
 
 SUFFIXES = (".json", ".json.gz", ".json.zst")
@@ -139,8 +140,8 @@ def _not_kineto(path: Path, text: str) -> Found:
 
 def rank_value(value: Any) -> int | None:
     """A rank or world size as a header states it (a number, or its digits), None for anything else."""
-    if isinstance(value, str) and value.strip().isdigit():
-        value = int(value)
+    if isinstance(value, str):
+        value = whole(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
@@ -153,7 +154,7 @@ def _kineto(path: Path, before: str, events: str) -> Found:
         base = _value(tail, "baseTimeNanoseconds") if base is None else base
         host = _value(tail, "host_name") if host is None else host
     info = info if isinstance(info, Mapping) else {}
-    first = re.search(r'"ts"\s*:\s*"?([0-9]+)', events)
+    first = re.search(r'"ts"\s*:\s*"?([0-9]{1,18})', events)
     rank = rank_value(info.get("rank"))
     return Found(
         path,

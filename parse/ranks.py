@@ -22,6 +22,8 @@ from scaletrace.parse.events import Events
 from scaletrace.parse.groups import restore_members
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import KINDS, SYNCHRONISING
+from scaletrace.parse.limits import MOST_RANKS
+from scaletrace.parse.literals import compiled, whole
 from scaletrace.parse.members import kind_of
 from scaletrace.parse.peek import EMPTY, HAS_PID, SUFFIXES, Found, read_head, sniff
 
@@ -59,7 +61,7 @@ def _ranks_in(value: Any, key: str) -> list[int]:
     """Ranks under `key` of a manifest's `ranks`, written as a list or as a count."""
     inner = value.get(key) if isinstance(value, Mapping) else None
     if isinstance(inner, int) and not isinstance(inner, bool):
-        return list(range(inner))
+        return list(range(min(inner, MOST_RANKS)))
     return [r for r in inner if isinstance(r, int)] if isinstance(inner, list) else []
 
 
@@ -178,10 +180,7 @@ def rank_in_events(events: Events) -> tuple[int, int] | None:
 
 
 def _by_regex(files: Sequence[Found], rank_regex: str) -> list[Found]:
-    try:
-        pattern = re.compile(rank_regex)
-    except re.error as error:
-        raise UsageError(f"--rank-regex {rank_regex!r} is not a regular expression: {error}") from error
+    pattern = compiled(rank_regex, "--rank-regex")
     if pattern.groups != 1:
         raise UsageError(
             f"--rank-regex {rank_regex!r} needs exactly one group, around the rank: for example 'r(\\d+)_'"
@@ -189,9 +188,10 @@ def _by_regex(files: Sequence[Found], rank_regex: str) -> list[Found]:
     out = []
     for file in files:
         hit = pattern.search(file.path.name) or pattern.search(str(file.path))
-        if hit is None or not hit[1].isdigit():
+        rank = whole(hit[1]) if hit is not None else None
+        if rank is None:
             raise UsageError(f"{file.path}: --rank-regex {rank_regex!r} finds no rank in this name")
-        out.append(replace(file, rank=int(hit[1]), rank_rule="--rank-regex"))
+        out.append(replace(file, rank=rank, rank_rule="--rank-regex"))
     return out
 
 
@@ -254,7 +254,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def _beside(folder: Path, found: Sequence[Found]) -> tuple[tuple[Found, ...], dict[str, Any]]:

@@ -118,7 +118,7 @@ def _base_ns(document: Document, health: Health) -> int:
     value = document.header.get("baseTimeNanoseconds")
     try:
         base_ns = int(value or 0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         base_ns = _MAX_BASE_NS
     if abs(base_ns) >= _MAX_BASE_NS:
         health.dropped["unusable baseTimeNanoseconds"] += 1

@@ -11,6 +11,8 @@ from scaletrace.errors import InputError
 
 MOST_BYTES = 16 << 20
 """Descriptions are kilobytes; what is larger is another file than was meant."""
+MOST_NODES = 1_000_000
+"""Values that YAML may hold once its aliases are written out: ten lines of aliases can stand for billions."""
 
 
 def read_small(path: str | Path, remedy: str, most_bytes: int = MOST_BYTES) -> str:
@@ -70,4 +72,22 @@ def _loader() -> Any:
                 raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
             return super().construct_mapping(node, deep)
 
+        def get_single_node(self) -> yaml.Node | None:
+            root: yaml.Node | None = super().get_single_node()
+            if root is not None and _written_out(root, {}) > MOST_NODES:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"its aliases stand for more than {MOST_NODES:,} values", root.start_mark
+                )
+            return root
+
     return Loader
+
+
+def _written_out(node: Any, known: dict[int, float]) -> float:
+    """How many values a node of YAML holds with its aliases written out; infinite where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = float("inf")  # what it is while its own parts are counted
+        parts = node.value if isinstance(node.value, list) else ()
+        inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_written_out(one, known) for one in inner)
+    return known[id(node)]

@@ -10,6 +10,7 @@ from scaletrace.parse.cats import HOST_CATS
 from scaletrace.parse.events import TIME_UNKNOWN, BoolArray, Events, IntArray
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import Step
+from scaletrace.parse.literals import whole
 
 PROFILER_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)$")
 _HOST_MARKS = ("user_annotation", "cpu_op", "Operator", "python_function", "")
@@ -37,7 +38,8 @@ def find_steps(events: Events, health: Health, annotation: str | None = None) ->
         start = int(events.ts_ns[row])
         end = start + int(events.dur_ns[row])
         mark = marks[int(events.name[row])]
-        number = int(mark[1]) if mark.re.groups and mark[1] is not None and mark[1].isdigit() else len(found)
+        said = whole(mark[1]) if mark.re.groups else None
+        number = len(found) if said is None else said
         complete = not unfinished[row] and not (_is_cut(health) and end > cut_ns)
         found.append(Step(number, start, end, complete))
     if not found:

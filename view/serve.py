@@ -124,14 +124,19 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         try:
             super().handle_one_request()
-        except (BrokenPipeError, ConnectionResetError):  # the browser went away
+        except (ConnectionError, TimeoutError):  # the browser went away
             self.close_connection = True
 
     def _answer(self, with_body: bool) -> None:
         if self.headers.get("Host", "").rsplit(":", 1)[0] not in (LOOPBACK, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
             return
-        path, trace = unquote(urlsplit(self.path).path), self.server.trace
+        trace = self.server.trace
+        try:
+            path = unquote(urlsplit(self.path).path)
+        except ValueError:  # as in http://[
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
         if path == _OPEN:
             self._redirect()
             return
@@ -179,5 +184,8 @@ def _inside(folder: Path | None, path: str) -> Path | None:
     """The file that `path` names below `folder`, or None; links and ".." can't lead out."""
     if folder is None or "\0" in path:
         return None
-    file = (folder / ("index.html" if path in ("", "/") else path.lstrip("/"))).resolve()
-    return file if file.is_relative_to(folder) and file.is_file() else None
+    try:
+        file = (folder / ("index.html" if path in ("", "/") else path.lstrip("/"))).resolve()
+        return file if file.is_relative_to(folder) and file.is_file() else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, a ring of links, bytes that are no name
+        return None

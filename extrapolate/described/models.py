@@ -168,7 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _from_mapping(document: Mapping[str, Any], source: str) -> Model:
     known = {field.name: field for field in fields(Model)}
     document = {key: value for key, value in document.items() if key != "source"}
-    unknown = sorted(set(document) - set(known))
+    unknown = sorted(map(str, set(document) - set(known)))  # YAML's keys may be of any type
     if unknown:
         raise UsageError(f"{source}: unknown key {unknown[0]!r}; a model has {', '.join(known)}")
     missing = [key for key in ("family", "layers", "hidden", "heads") if key not in document]
@@ -178,5 +178,13 @@ def _from_mapping(document: Mapping[str, Any], source: str) -> Model:
     for key, value in values.items():
         wanted: type = str if key in ("name", "family") else bool if key == "tied" else int
         if type(value) is not wanted:
-            raise UsageError(f"{source}: {key} is {value!r}; it must be {wanted.__name__}")
+            raise UsageError(f"{source}: {key} is {_shown(value)}; it must be {wanted.__name__}")
+        if isinstance(value, int) and abs(value) > LARGEST_SIZE:  # thousands of digits can't even be printed
+            raise UsageError(f"{source}: {key} is too large; no size of a model is above {LARGEST_SIZE:,}")
     return Model(**values)
+
+
+def _shown(value: Any) -> str:
+    """The value as a person wrote it, or of what kind it is where that would fill the screen."""
+    shown = repr(value) if isinstance(value, str | float | bool | None) else f"a {type(value).__name__}"
+    return shown if len(shown) <= 80 else f"{shown[:80]}…"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from scaletrace.cli.common import exit_codes, finite, in_range
+from scaletrace.cli.common import _Console, exit_codes, finite, in_range
 from scaletrace.errors import UsageError
 
 
@@ -45,3 +48,25 @@ def test_an_interrupt_ends_with_a_word(capsys: pytest.CaptureFixture[str]) -> No
         raise KeyboardInterrupt
 
     assert (130, "stopped\n") == (stopped.value.exit_code, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2Jgone", "\x07\x9b31m", "abc\u202etxt"])
+def test_a_terminal_gets_no_character_that_it_obeys(text: str) -> None:
+    """Names come from anyone: as text, in a table or inside markup they are shown, not sent; styles still are."""
+    table = Table(box=None, show_header=False)
+    table.add_row(text)
+    console = _Console(file=io.StringIO(), highlight=False, width=80)
+    console.print(text, Text(text), table, f"[bold]{text}[/]", soft_wrap=True)
+    written = console.file.getvalue()
+
+    assert "" == "".join(c for c in written if not c.isprintable() and c != "\n")
+    assert 3 <= written.count(ascii(text[1:])[1:-1])  # in the table its end may be cut
+
+
+def test_a_long_error_keeps_reason_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name of a hundred thousand characters gives way between them."""
+    with pytest.raises(typer.Exit), exit_codes():
+        raise UsageError(f"reason {'x' * 100_000} remedy")
+
+    said = capsys.readouterr().err
+    assert (True, True, True) == ("reason xxx" in said, said.endswith("xxx remedy\n"), len(said) < 2100)

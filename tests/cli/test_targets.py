@@ -62,3 +62,15 @@ def test_commands_refuse_to_overwrite_what_they_read(
 
     assert 2 == done.returncode and "part of the input" in " ".join(done.stderr.split())
     assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize(("option", "text"), [("--price", "H100 SXM: 2"), ("--axes", "groups: []")])
+def test_files_that_options_name_are_spared(run: Run, samples: Path, tmp_path: Path, option: str, text: str) -> None:
+    """A table of prices and the names of axes are input as well."""
+    (tmp_path / "own.yaml").write_text(text)
+    done = run(
+        "extrapolate", samples / "ddp_w2", "--gpus", "8", option, tmp_path / "own.yaml", "-o", tmp_path / "own.yaml"
+    )
+
+    assert 2 == done.returncode and "part of the input" in " ".join(done.stderr.split())
+    assert text == (tmp_path / "own.yaml").read_text()

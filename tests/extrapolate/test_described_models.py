@@ -86,6 +86,10 @@ def test_any_model_comes_from_yaml_and_a_wrong_one_is_named(tmp_path: Path) -> N
         ("family: rnn\nlayers: 2\nhidden: 64\nheads: 4\n", "unknown family 'rnn'"),
         ("family: llama\nlayers: 2\nhidden: 63\nheads: 4\n", "hidden 63 is not a multiple of heads 4"),
         ("family: llama\nlayers: 0\nhidden: 64\nheads: 4\n", "layers is 0"),
+        ("family: llama\nlayers: 2\n1: a\nx: b\n2001-01-01: c\n", "unknown key '1'"),
+        (f"family: llama\nlayers: 0x{'f' * 9000}\nhidden: 64\nheads: 4\n", "layers is too large"),
+        (f"family: llama\nlayers: {'x' * 9000}\nhidden: 64\nheads: 4\n", "layers is 'x{79}…; it must be int"),
+        ("family: llama\nlayers: [1, 2]\nhidden: 64\nheads: 4\n", "layers is a list; it must be int"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=message):

@@ -87,3 +87,10 @@ def test_energy_that_costs_needs_power() -> None:
         10.0, None, "X", paid
     )
     assert (pytest.approx(100.0), "") == money_per_million_tokens(10.0, None, "X", free)
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1 << 40_000, True, "x" * 9000, [1]], ids=range(7))
+def test_what_is_no_price_is_said_in_a_line(value: object) -> None:
+    """Neither a number that no float holds nor a text of any length gets through to the reader."""
+    with pytest.raises(UsageError, match=r"^t.yaml: A is .{1,90}; a price is a number from 0"):
+        Prices.parse({"A": value}, "t.yaml")

@@ -175,7 +175,17 @@ def test_a_yaml_file_overrides_axes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["groups: 3", "groups:\n- {axis: xp}", "groups:\n- {axis: tp, colour: red}", "{", "- 1"]
+    "text",
+    [
+        "groups: 3",
+        "groups:\n- {axis: xp}",
+        "groups:\n- {axis: tp, colour: red}",
+        "groups:\n- {axis: tp, 1: a, x: b, 2001-01-01: c}",
+        "groups:\n- {axis: [tp]}",
+        "groups:\n- {axis: tp, description: '('}",
+        "{",
+        "- 1",
+    ],
 )
 def test_a_broken_yaml_file_is_refused(tmp_path: Path, text: str) -> None:
     """The error names the file."""

@@ -135,7 +135,7 @@ def test_a_regex_overrides_everything_and_must_fit(tmp_path: Path) -> None:
     capture = choose(discover(tmp_path, Health(), r"_w(\d+)"), None, Health())
 
     assert (7, 8) == capture.ranks
-    for broken in ("(", r"\d+", r"x(\d+)"):
+    for broken in ("(", r"\d+", r"x(\d+)", r"(x)?\d", "a{99999999999999999999}"):
         with pytest.raises(UsageError, match="--rank-regex"):
             discover(tmp_path, Health(), broken)
 

@@ -325,3 +325,11 @@ def test_arguments_of_an_unexpected_type_are_counted() -> None:
         column.tolist() for column in (trace.events.stream, trace.events.ints("cbid"), trace.events.correlation)
     )
     assert {"arguments of an unexpected type left out of the columns": 2} == trace.health.dropped
+
+
+def test_an_infinite_base_is_dropped() -> None:
+    """JSON's 1e999 is infinite to Python; times count from 0 then, and the loss is counted."""
+    trace = read(b'{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 2, "ts": 5, "dur": 1}], '
+                 b'"baseTimeNanoseconds": 1e999}')  # fmt: skip
+
+    assert ([5000], 1) == (trace.events.ts_ns.tolist(), trace.health.dropped["unusable baseTimeNanoseconds"])

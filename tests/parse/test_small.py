@@ -10,6 +10,8 @@ import pytest
 from scaletrace.errors import InputError
 from scaletrace.parse.small import read_small, read_yaml
 
+_BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
 
 def test_the_text_is_read(tmp_path: Path) -> None:
     """A file of a few bytes comes back as it is."""
@@ -57,6 +59,8 @@ def test_a_missing_file_is_said() -> None:
         ("b: 1\na: 2\nb: 3", "not valid YAML: line 1: 'b' is there twice; give one"),
         ("when: 2001-99-99", "not valid YAML: month must be"),
         ("[" * 5000, "not valid YAML: nested too deeply"),
+        (_BOMB, "not valid YAML: line 1: its aliases stand for more than 1,000,000 values"),
+        ("a: &a [*a]", "not valid YAML: line 1: its aliases stand for more than 1,000,000 values"),
     ],
 )
 def test_what_is_no_yaml_is_said(tmp_path: Path, text: str, reason: str) -> None:
@@ -65,3 +69,10 @@ def test_what_is_no_yaml_is_said(tmp_path: Path, text: str, reason: str) -> None
 
     with pytest.raises(InputError, match=reason):
         read_yaml(tmp_path / "a.yaml", "give one")
+
+
+def test_an_alias_that_is_used_now_and_then_is_read(tmp_path: Path) -> None:
+    """Only what grows without bounds is refused."""
+    (tmp_path / "a.yaml").write_text("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}")
+
+    assert {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}} == read_yaml(tmp_path / "a.yaml", "give one")

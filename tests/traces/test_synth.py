@@ -450,3 +450,13 @@ def test_messages_match_by_their_pair(tmp_path: Path) -> None:
     assert found.matched.all()
     assert [0, 0, 1, 1, 2, 2] == found.instance.tolist()
     assert {"send", "recv"} == set(found.to_frame()["kind"])
+
+
+def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
+    """Its files have the names that the synthesizer gives, and stay as they are."""
+    (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(b'{"schemaVersion": 1, "traceEvents": []}'))
+    before = (tmp_path / "rank0.json.gz").read_bytes()
+
+    with pytest.raises(UsageError, match=r"rank0.json.gz was not written by synth"):
+        write_capture(sharded_job(), tmp_path)
+    assert before == (tmp_path / "rank0.json.gz").read_bytes()

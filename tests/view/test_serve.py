@@ -77,11 +77,17 @@ def test_the_trace_is_served_under_its_own_name(server: serve.TraceServer) -> No
         "/%00",
         "/trace/",
         "/nothing",
+        "/" + "x" * 300,
     ],
 )
 def test_no_other_file_can_be_had(server: serve.TraceServer, path: str) -> None:
     """Neither a neighbour of the trace nor a path that climbs out of the UI's folder is served."""
     assert ask(server, path)[0] == 404
+
+
+def test_an_address_that_is_none_is_said(server: serve.TraceServer) -> None:
+    """It is answered, where the reading of it failing would leave the asker without a word."""
+    assert ask(server, "http://[")[0] == 400
 
 
 def test_foreign_host_names_are_refused(server: serve.TraceServer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,6 +56,10 @@ __all__ = [
 ]
 
 
+_HEADER_BYTES = 64 << 20
+"""The word that marks our files stands behind the lists of the groups' ranks."""
+
+
 def plan(job: SynthJob, faults: Sequence[Fault] = ()) -> Schedule:
     """When everything happens, with the faults that change timing (slow ranks, delays, jitter, …) applied."""
     return schedule(job, conditions={rank: conditions(faults, rank) for rank in job.programs})
@@ -97,10 +103,25 @@ def _names(rank: int, faults: Sequence[Fault]) -> list[str]:
 
 
 def _refuse_others(folder: Path, own: set[str]) -> None:
-    """Traces that would stay beside the written ones would be read as ranks of the same job."""
+    """Traces that would stay beside the written ones would be read as ranks of the same job, and a recording in their
+    place would be lost."""
     others = sorted(path.name for path in folder.glob("*rank*.json*") if path.name not in own)
     if others:
         raise UsageError(f"{folder} holds other traces ({others[0]}); choose an empty folder or take them away")
+    recorded = next((name for name in sorted(own) if (folder / name).exists() and not _is_ours(folder / name)), None)
+    if recorded:
+        raise UsageError(
+            f"{folder / recorded} was not written by synth and would be overwritten; choose another folder"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an earlier run of the synthesizer wrote the file, as its header says."""
+    try:
+        with gzip.open(path) as stream:
+            return b'"synthetic"' in stream.read(_HEADER_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def _style(style: Style, kinds: set[str]) -> Style:

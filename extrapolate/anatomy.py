@@ -25,6 +25,7 @@ from scaletrace.parse.events import BoolArray, ByteArray, Events, Int32Array, In
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import STEADY, Job, RankTrace
+from scaletrace.parse.members import is_shape
 
 MESSAGES = ("send", "recv")
 _MESSAGE_CALL = re.compile(r"c10d::(send|recv|recv_|coalesced)|batch_isend_irecv|p2p", re.IGNORECASE)
@@ -327,9 +328,9 @@ def recorded_dims(text: str | None) -> list[list[int]]:
     """The dimensions of each operand that an operator's "Input Dims" lists; none where the text is no such list."""
     try:
         entries = json.loads(text) if text else []
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
-    return [e for e in entries if isinstance(e, list) and all(isinstance(x, int) for x in e)] if entries else []
+    return [e for e in entries if is_shape(e)] if entries else []
 
 
 def _boundary(trace: RankTrace, sections: Sections) -> int:

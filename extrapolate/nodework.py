@@ -26,6 +26,7 @@ from scaletrace.parse.events import BoolArray, ByteArray, Events, Int32Array, In
 from scaletrace.parse.graph import Graph, NodeKind
 from scaletrace.parse.health import Health
 from scaletrace.parse.job import STEADY, RankTrace
+from scaletrace.parse.members import is_shape
 
 FloatArray = npt.NDArray[np.float64]
 SMALL_NS = 2_000
@@ -199,11 +200,11 @@ def _unit_of_ops(graph: Graph, anatomy: Anatomy, op: IntArray, mine: IntArray, c
 def _dims(text: str | None) -> list[tuple[int, ...]]:
     try:
         entries = json.loads(text) if text else []
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     if not isinstance(entries, list):
         return []
-    return [tuple(e) if isinstance(e, list) and all(isinstance(x, int) for x in e) else () for e in entries]
+    return [tuple(e) if is_shape(e) else () for e in entries]
 
 
 def _operand(events: Events, row: int) -> tuple[str, list[tuple[int, ...]]]:

@@ -24,6 +24,7 @@ from scaletrace.extrapolate.recompute import FULL, find_again
 from scaletrace.extrapolate.signatures import sections_of
 from scaletrace.parse.events import Events, IntArray
 from scaletrace.parse.job import RankTrace
+from scaletrace.parse.members import is_shape
 
 _WEIGHTS = {
     "linear": (1, 2), "addmm": (), "conv1d": (1, 2), "conv2d": (1, 2), "conv3d": (1, 2), "convolution": (1, 2),
@@ -259,7 +260,7 @@ def _types(events: Events, row: int) -> list[str]:
     text = events.text("Input type", row) or ""
     try:
         return [str(kind) for kind in json.loads(text)] if text else []
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
 
 
@@ -275,6 +276,6 @@ def _first_type(events: Events, row: int) -> str:
 def _dims(text: str | None) -> list[list[int]]:
     try:
         entries = json.loads(text) if text else []
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
-    return [e if isinstance(e, list) and all(isinstance(x, int) for x in e) else [] for e in entries]
+    return [e if is_shape(e) else [] for e in entries]

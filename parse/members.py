@@ -156,6 +156,11 @@ _MOST_ELEMENTS = 1 << 42
 _MOST_BYTES = 1 << 62
 
 
+def is_shape(value: Any) -> bool:
+    """Whether these are the sizes of a tensor that can be, so that their product fits a column of 64 bits."""
+    return isinstance(value, list) and all(isinstance(one, int) for one in value) and abs(prod(value)) <= _MOST_ELEMENTS
+
+
 def _count(dims: Any) -> int:
     """Elements of a tensor ([2, 3]), of a list of tensors, or of a list of lists."""
     if not isinstance(dims, list):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scaletrace.parse.job import KINDS
-from scaletrace.parse.members import concrete, elements_of, parsed, times
+from scaletrace.parse.members import concrete, elements_of, is_shape, parsed, times
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,10 @@ def test_an_argument_is_an_integer_of_64_bits_or_not_known() -> None:
 def test_bytes_that_no_column_holds_are_not_known() -> None:
     """Zero elements are zero bytes; an unknown count or size is unknown."""
     assert [8, 0, -1, -1, -1] == [times(2, 4), times(0, -1), times(-1, 4), times(2, -1), times(1 << 61, 8)]
+
+
+def test_a_shape_is_integers_whose_product_a_tensor_can_have() -> None:
+    """An empty list is a scalar's; symbols, huge sizes and huge products are none."""
+    values = ([2, 3], [], ["s0"], [10**30], [1 << 40] * 8, None)
+
+    assert [True, True, False, False, False, False] == [is_shape(value) for value in values]

@@ -169,6 +169,7 @@ def _groups(job: Job) -> list[dict[str, Any]]:
 def _collectives(job: Job) -> dict[str, Any]:
     import numpy as np
 
+    from scaletrace.parse.build import only_group
     from scaletrace.parse.job import KINDS
     from scaletrace.parse.waits import bus_bandwidth, instances_of
 
@@ -176,8 +177,9 @@ def _collectives(job: Job) -> dict[str, Any]:
     c = job.collectives
     full = np.zeros(len(each), np.bool_)
     full[c.instance[c.matched]] = True
-    axis = [job.groups[g].axis if g >= 0 else "" for g in each.group.tolist()]
-    size = [job.groups[g].size if g >= 0 else 0 for g in each.group.tolist()]
+    group = [g if g >= 0 else only_group(job) for g in each.group.tolist()]
+    axis = [job.groups[g].axis if g >= 0 else "" for g in group]
+    size = [job.groups[g].size if g >= 0 else 0 for g in group]
     rows: dict[tuple[Any, ...], list[int]] = {}
     for i, key in enumerate(zip(axis, each.kind.tolist(), size, each.bytes.tolist(), strict=True)):
         if full[i]:

@@ -152,18 +152,23 @@ def _add_groups(draft: Draft, job: Job) -> dict[int, int]:
     return index
 
 
+def only_group(job: Job) -> int:
+    """The group of collectives that name none, by its place: a job's one group, -1 where it has several or none."""
+    return 0 if len(job.groups) == 1 else -1
+
+
 def _inputs(draft: Draft, job: Job, group_index: dict[int, int]) -> list[RankInput]:
     """One input a rank: its shift onto the job's clock and which of its rows belong to which collective."""
     table = job.collectives
     _, first = np.unique(table.instance, return_index=True)
     position = {int(table.instance[row]): at for at, row in enumerate(first.tolist())}
-    only_group = 0 if len(job.groups) == 1 else -1
+    only = only_group(job)
     types = _types(job, first)
     for row, dtype in zip(first.tolist(), types, strict=True):
         draft.collectives.append(
             GraphCollective(
                 KINDS[int(table.kind[row])],
-                group_index.get(int(table.group[row]), only_group),
+                group_index.get(int(table.group[row]), only),
                 int(table.bytes_in[row]),
                 int(table.bytes_out[row]),
                 dtype,

@@ -157,3 +157,13 @@ def test_the_cost_of_the_profiler_is_told(run: Run, samples: Path, tmp_path: Pat
     assert (True, False, 1_000_000) == (cost["large"], cost["within_noise"], cost["noise_ns"])
     silent = run(*command, samples / "ddp_straggler_w4", "--json").stdout
     assert json.loads(silent)["profiler_cost"] is None
+
+
+def test_inspect_and_replay_call_an_assumed_group_the_same(run: Run, shared_data: Path) -> None:
+    """Collectives that name no group are those of the one that is assumed to hold all ranks, in both commands."""
+    source = str(shared_data / "traces" / "torchrec2_v100")
+    seen = json.loads(run("inspect", source, "--json").stdout)
+    replayed = json.loads(run("replay", source, "--no-trace", "--json").stdout)
+
+    assert {"world"} == {row["axis"] for row in seen["collectives"]["by_kind"]}
+    assert {"world"} == {row["axis"] for row in replayed["collectives"]}

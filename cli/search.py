@@ -133,7 +133,7 @@ def _go_on(path: str, job: _Job, space: Space, ranking: Ranking) -> str | None:
     if measured is None or first.replayed_s is None or layout.zero != measured.zero:
         return None
     if (layout.fsdp > 1) != (measured.fsdp > 1):
-        return None  # it neither shards nor gathers what was not sharded
+        return None  # it neither shards what was recorded whole nor the other way round
     return f"scaletrace extrapolate {shlex.quote(path)} --gpus {space.gpus} --layout {layout}"
 
 
@@ -233,6 +233,7 @@ def _job(path: str, cluster: str, layout: str) -> _Job:
 
 
 def _of_capture(path: str, cluster: str, layout: str) -> _Job:
+    from scaletrace.errors import UsageError
     from scaletrace.extrapolate.anatomy import dissect
     from scaletrace.extrapolate.base import guess_cluster
     from scaletrace.extrapolate.cluster import Cluster
@@ -249,6 +250,11 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     job = read_job(path)
     built = build(job)
     measured = Layout.parse(layout) if layout else measured_layout(built.graph, max(1, job.world_size))
+    if layout and measured.ranks != max(1, job.world_size):
+        raise UsageError(
+            f"--layout {measured} has {measured.ranks:,} ranks, and the capture is of {max(1, job.world_size):,}; it says how "
+            "the capture was laid out, while --gpus says for how many layouts are sought"
+        )
     seen = guess_cluster(job)
     machine = Cluster.load(cluster) if cluster else seen
     on_cpu = machine.device.generation == "cpu"
@@ -259,6 +265,13 @@ def _of_capture(path: str, cluster: str, layout: str) -> _Job:
     costs = measured_costs(built.graph, seen)
     fit = for_cluster(fit_to(work, built, Network(seen, costs), anatomy, held.states), same)
     tell(fit, work.health, same)
+    if not cluster:
+        work.health.note(f"Cluster {seen.name} is a guess from the trace; name another with --cluster.")
+    elif machine.device.name != seen.device.name:
+        work.health.note(
+            f"Compute was recorded on {seen.device.name} and keeps its times here, also on {machine.device.name}; "
+            "`extrapolate --cluster` moves it."
+        )
     tell_profiler_cost(job, work.health)
     anchor = work.anchor
     samples = anchor.layout.mbs * max(1, anchor.layout.microbatches) if anchor else 1

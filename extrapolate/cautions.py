@@ -140,15 +140,20 @@ def axes(job: Job, graph: Graph, layout: Layout, health: Health) -> float:
     """Name the layout that the groups are taken for, and return the certainty of the least certain axis that decides it."""
     moved = {item.group for item in graph.collectives if item.group >= 0 and item.kind != "barrier"}
     used = {(graph.groups[at].axis, graph.groups[at].size) for at in moved if graph.groups[at].size > 1}
+    told = any(axis in DATA_AXES for axis, _ in used)
     doubts = [
-        group for group in job.groups if group.size > 1 and (group.axis, group.size) in used and group.confidence < SURE
+        group
+        for group in job.groups
+        if group.size > 1
+        and (group.axis, group.size) in used
+        and group.confidence < SURE
+        # A world-wide group is the data axis only where no other is: beside one it sums a loss or a norm.
+        and not (told and group.axis in ("world", ""))
     ]
     if not doubts:
         return 1.0
     worst = min(doubts, key=lambda group: group.confidence)
     named = "dp" if worst.axis in ("world", "") else worst.axis
-    if named == "dp" and layout.dp == 1 and layout.fsdp == worst.size:
-        named = "fsdp"  # as the layout calls the data axis of a job that shards its weights
     health.note(
         f"The job is taken to be {layout}: its group of {worst.size} ranks {max(worst.stride, 1)} apart is taken for "
         f"{named} with {worst.confidence:.0%} certainty, inferred from how it is used. Bands of other sizes are "

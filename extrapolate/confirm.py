@@ -67,6 +67,7 @@ class Row:
 
     as_measured  the layout that the capture ran with, at another size with more data ranks
     host         share of the replay's critical path that is the host's work
+    notes        what the rewrite to this layout has to say of it
     """
 
     estimate: Estimate
@@ -75,6 +76,7 @@ class Row:
     why_not: str | None = None
     as_measured: bool = False
     host: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class Ranking:
             "why_not_rewritten": row.why_not,
             "as_measured": row.as_measured,
             "host_share_of_path": row.host,
+            "notes": list(row.notes),
             "best_known_step_time_s": self.step_s(row),
         }
         if row is not self.rows[0]:
@@ -298,7 +301,8 @@ def confirmed(state: State, row: Row, slowdown: Slowdown | None = None) -> Row:
         step_s, host = _replayed(made.graph, slowdown, _moving(state, made) if slowdown is not None else None)
     except ScaletraceError as error:
         return replace(row, why_not=str(error))
-    return replace(row, replayed_s=step_s, error=made.error, host=host)
+    said = tuple(note for note in made.health.notes if note not in state.health.notes)
+    return replace(row, replayed_s=step_s, error=made.error, host=host, notes=said)
 
 
 def ranked(

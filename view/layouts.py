@@ -29,7 +29,7 @@ _SCHEDULES = {"Interleaved1F1B": "interleaved", "ZBVZeroBubble": "ZBV", "Interle
 def search_tables(doc: Document) -> list[RenderableType]:
     """Everything that `scaletrace search` prints; what is to be pasted must not be wrapped."""
     rows = [doc["best"], *doc["next"]]
-    title = f"{units.number(doc['gpus'])} GPUs, {doc['model']} on {doc['cluster']}, compute {doc['compute']}"
+    title = f"{units.number(doc['gpus'])} GPUs, {_source(doc)}"
     head = [Text(units.clean(title, 200), style="bold"), Text(verdict(doc), style="bold")]
     if doc.get("global_batch"):
         head.append(Text(_batch(doc)))
@@ -63,11 +63,25 @@ def search_tables(doc: Document) -> list[RenderableType]:
         )
     out += [Text(line) for line in _legend(doc, rows)]
     text = units.clean(doc["best"].get("layout_text") or units.MISSING, 400)
-    out.append(Text(f"the first, as --layout takes it: {text}", no_wrap=True))
+    out.append(Text(f"the first in full: {text}", no_wrap=True))
     if doc.get("go_on"):
         out.append(Text(f"go on with: {units.clean(doc['go_on'], 1000)}", no_wrap=True))
+    elif doc["best"].get("rewritten_step_time_s") is not None:
+        out.append(
+            Text(
+                "extrapolate does not make the first from this capture: it keeps weights sharded, or whole, as recorded"
+            )
+        )
+    out += [Text(f"of the first: {units.clean(note, 600)}", style="yellow") for note in doc["best"].get("notes") or ()]
     out += [Text(f"not rewritten, {line}", style="yellow") for line in _not_rewritten(rows)]
     return out + [Text(f"note: {units.clean(note, 600)}", style="yellow") for note in doc["health"].get("notes") or ()]
+
+
+def _source(doc: Document) -> str:
+    """What was searched from, for which cluster."""
+    if doc["model"] == "measured":
+        return f"from a capture, for {doc['cluster']}, compute {doc['compute']}"
+    return f"{doc['model']} on {doc['cluster']}, compute {doc['compute']}"
 
 
 def _not_rewritten(rows: Sequence[Document]) -> list[str]:

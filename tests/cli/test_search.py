@@ -21,7 +21,7 @@ def call(*words: str) -> tuple[int, str]:
 
 def widest(text: str) -> int:
     """Characters of the longest line but those to be pasted, which must stay whole."""
-    return max(len(line) for line in text.splitlines() if not line.startswith(("the first, as --layout", "go on with")))
+    return max(len(line) for line in text.splitlines() if not line.startswith(("the first in full", "go on with")))
 
 
 def test_a_models_layouts_as_json() -> None:
@@ -208,3 +208,11 @@ def test_missing_shapes_are_said_only_where_they_are_missing(shared_data: Path) 
 
     assert "record_shapes=True" in shapeless and "no recorded shapes" in shapeless
     assert "no layers were found" in layerless and "record_shapes" not in layerless
+
+
+def test_a_measured_layout_of_another_size_is_refused(samples: Path) -> None:
+    """--layout says how the capture was laid out, so one with more ranks than it has is a misunderstanding."""
+    code, text = call(str(samples / "ddp_w2"), "--gpus", "4", "--layout", "dp=4")
+
+    assert 2 == code
+    assert "has 4 ranks, and the capture is of 2" in " ".join(text.split())

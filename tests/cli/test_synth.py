@@ -331,7 +331,7 @@ def test_numbers_that_can_not_be_are_one_sentence_and_exit_code_two(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("layers: 99999999999", "layers is 99999999999; at least 1"),
+        ("layers: 99999999999", "layers is too large; no size of a model is above 10,000,000"),
         ("kv_heads: 3", "kv_heads 3 do not divide heads 8"),
         ("ffn: -8", "ffn is -8; at least 0"),
         ("hidden: .nan", "hidden is nan; it must be int"),

@@ -95,7 +95,7 @@ def test_rules_of_the_user_come_first(tmp_path: Path) -> None:
         ("rules: [", "not valid YAML"),
         ("- a", "expected `rules:`"),
         ("rules:\n  - class: x\n", "rule 1 is not of this form"),
-        ("rules:\n  - class: x\n    any: ['(']\n", "rule 1, pattern"),
+        ("rules:\n  - class: x\n    any: ['(']\n", r"rule 1: '\(' is not a regular expression"),
     ],
 )
 def test_malformed_rules_are_refused_with_their_place(tmp_path: Path, text: str, words: str) -> None:
